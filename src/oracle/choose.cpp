@@ -89,6 +89,9 @@ Result<Candidate> NotInTable(const std::vector<Asked>& asked, std::string_view n
     known = FindName(words, named);
   }
   if (known == nullptr) {
+    if (std::string why = WhyNotDescribed(named); !why.empty()) {
+      return Status::Usage(std::move(why));
+    }
     return Status::Usage(fmt::format("backend '{}' does not exist; known: {}; or as a word: {}", named,
                                      Join(names), Join(words)));
   }

@@ -2,9 +2,29 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
+
+#include "oracle/choose.hpp"
 #include "oracle/family_tables.hpp"
 
 namespace fusedmoe {
+namespace {
+
+/// Words of upstream's --moe-backend (and of the FP4 oracles) without a row in any table.
+struct UndescribedWord {
+  std::string_view word, what, instead;
+};
+constexpr UndescribedWord kUndescribedWords[] = {
+    {"auto", "the choice by priority", "leave the name out, and the first that can run the layer is chosen"},
+    {"deep_gemm_mega_moe", "one DeepGEMM kernel for a whole expert-parallel layer of DeepSeek-V4 on sm100",
+     "name deep_gemm"},
+    {"humming", "Humming's mixed-precision kernels", "name marlin"},
+    {"triton_unfused", "triton_kernels with the activation apart from the GEMMs", "name triton"},
+    {"b12x", "FP4 kernels for sm120", "name flashinfer_cutlass"},
+    {"flashinfer_b12x", "FlashInfer's FP4 kernels for sm120", "name flashinfer_cutlass"},
+};
+
+}  // namespace
 
 DescribedTable TableOf(SchemeFamily family) {
   switch (family) {
@@ -60,6 +80,16 @@ std::vector<std::string_view> AllBackendWords() {
     }
   }
   return words;
+}
+
+std::string WhyNotDescribed(std::string_view word) {
+  const auto* found = std::find_if(
+      std::begin(kUndescribedWords), std::end(kUndescribedWords),
+      [word](const UndescribedWord& known) { return UpperCase(known.word) == UpperCase(word); });
+  return found == std::end(kUndescribedWords)
+             ? std::string()
+             : fmt::format("backend '{}' is known to vLLM ({}) and not described here: {}", found->word,
+                           found->what, found->instead);
 }
 
 }  // namespace fusedmoe

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -40,5 +41,9 @@ DescribedTable TableOf(SchemeFamily family);
 std::vector<std::string_view> AllBackendNames();
 /// Every --moe-backend word, once.
 std::vector<std::string_view> AllBackendWords();
+
+/// For a --moe-backend word that upstream knows and no table has, in any case: what it is there, and what to
+/// name instead. Empty for all others.
+std::string WhyNotDescribed(std::string_view word);
 
 }  // namespace fusedmoe

@@ -16,7 +16,7 @@ constexpr SizeRule kBlocks{32};
 constexpr SchemePair kFp4Plain[] = {{kFp4, kWeightOnly, kAny}};
 constexpr SchemePair kFp4Mxfp8[] = {{kFp4, kMxfp8Input, kAny}};
 constexpr SchemePair kFp4Fp8Static[] = {{kFp4, Set({ActivationKey::kFp8TensorStatic}), kAny}};
-constexpr SchemePair kFp4Group[] = {{kFp4, Set({ActivationKey::kFp8Group128}) | kMxfp8Input, kAny}};
+constexpr SchemePair kFp4Group[] = {{kFp4, Set({ActivationKey::kFp8Group128}), kAny}};
 constexpr SchemePair kFp4Fp4[] = {{kFp4, Set({ActivationKey::kMxfp4}), kAny}};
 constexpr SchemePair kFp4Any[] = {{kFp4, kAny, kAny}};
 constexpr SchemePair kFp8Pairs[] = {{kFp8, kMxfp8Input, kAny}};

@@ -139,6 +139,9 @@ Result<WhyNotAnswer> WhyNot(const ExplainRequest& request, std::string_view back
     return UpperCase(name) == UpperCase(backend);
   });
   if (known == names.end()) {
+    if (std::string why = WhyNotDescribed(backend); !why.empty()) {
+      return Status::Usage(std::move(why));
+    }
     return Status::Usage(
         fmt::format("backend '{}' does not exist; known: {}", backend, fmt::join(names, ", ")));
   }

@@ -72,6 +72,12 @@ std::optional<GroupShape> ParseWeightWord(std::string_view word) {
   return std::nullopt;
 }
 
+/// N of "groupN", which says nothing about weights.
+std::optional<int64_t> ParseActivationGroup(std::string_view word) {
+  constexpr std::string_view kGroup = "group";
+  return word.starts_with(kGroup) ? ParseSize(word.substr(kGroup.size())) : std::nullopt;
+}
+
 std::string WeightWord(GroupShape shape) {
   if (shape == kPerTensor) {
     return "tensor";
@@ -96,6 +102,9 @@ bool Accepts(std::string_view granularities, std::string_view word) {
       return true;
     }
     const auto listed_shape = ParseWeightWord(listed);
+    if (ParseActivationGroup(word) && ParseActivationGroup(listed)) {
+      return true;
+    }
     const bool both_sized = shape && listed_shape && shape->col > 0 && listed_shape->col > 0;
     if (both_sized && (shape->row == 1) == (listed_shape->row == 1) && word[0] == listed[0]) {
       return true;
@@ -108,7 +117,8 @@ bool Accepts(std::string_view granularities, std::string_view word) {
 std::string GranularitiesText(std::string_view granularities) {
   std::string text(granularities.empty() ? "none" : granularities);
   const std::pair<std::string_view, std::string_view> sized[] = {{"g64", "gSIZE"},
-                                                                 {"block64", "blockROWSxCOLUMNS"}};
+                                                                 {"block64", "blockROWSxCOLUMNS"},
+                                                                 {"group64", "groupSIZE"}};
   for (const auto& [word, pattern] : sized) {
     text += Accepts(granularities, word) ? fmt::format(", {} of any size", pattern) : "";
   }
@@ -140,6 +150,12 @@ void SetActivationGranularity(GroupShape weight_shape, ActivationFormat& activat
 std::optional<Scheme> Build(const SchemeRow& row, std::string_view word) {
   Scheme scheme{std::string(row.info.name), row.weight, row.activation};
   if (word.empty()) {
+    return scheme;
+  }
+  if (const auto group = ParseActivationGroup(word)) {
+    scheme.activation.static_tensor_scale = false;
+    scheme.activation.group = {1, *group};
+    scheme.activation.rule.power_of_two_scale = scheme.weight.block_scale_dtype == DType::kF8E8M0;
     return scheme;
   }
   std::string_view weight_word = word;
@@ -261,6 +277,13 @@ Result<std::string> SchemeNameIn(std::span<const SchemeRow> table, const WeightF
   const ScaleLevels levels = LevelsOf(weight);
   const GroupShape shape = levels.block != kPerTensor ? levels.block : levels.channel ? kPerRow : kPerTensor;
   const std::string weight_word = WeightWord(shape);
+  const std::string candidates[] = {weight_word,
+                                    weight_word + "_tensor",
+                                    weight_word + "_static",
+                                    weight_word + "_token",
+                                    "static",
+                                    "dynamic",
+                                    fmt::format("group{}", activation.group.col)};
   for (const SchemeRow& row : table) {
     const auto words = Split(row.info.granularities);
     if (words.empty()) {
@@ -269,9 +292,7 @@ Result<std::string> SchemeNameIn(std::span<const SchemeRow> table, const WeightF
       }
       continue;
     }
-    for (const std::string_view suffix : {"", "_tensor", "_static", "_token", "static", "dynamic"}) {
-      const bool alone = suffix == "static" || suffix == "dynamic";
-      const std::string word = alone ? std::string(suffix) : weight_word + std::string(suffix);
+    for (const std::string& word : candidates) {
       const auto scheme = Accepts(row.info.granularities, word) ? Build(row, word) : std::nullopt;
       if (scheme && Describes(*scheme, weight, activation)) {
         return word == words[0] ? std::string(row.info.name) : fmt::format("{}:{}", row.info.name, word);

@@ -26,7 +26,9 @@ struct SchemeRow {
 ///   static        (alone or as a suffix) the activations have one stored scale
 ///   token/tensor/dynamic  the activations have a dynamic scale for each token / for the batch / for the
 ///   batch
-/// Where a table lists one gN, outN or blockN, every N is understood. "token" and "block" alone stand for
+///   groupN        (alone) the activations have a dynamic scale for each token and N columns, a power of two
+///                 where those of the weights are such
+/// Where a table lists one gN, outN, blockN or groupN, every N is understood. "token" and "block" alone stand for
 /// "channel" and "block128".
 Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view name);
 

@@ -81,14 +81,7 @@ Status CheckFiniteRows(std::string_view field, TensorView numbers, bool may_be_n
 
 /// Codes, not values, decide: -0 is a sign bit, and e8m0 0xff decodes to NaN.
 Status CheckBlockScales(const CanonicalMatrix& matrix) {
-  const DType dtype = matrix.format.block_scale_dtype;
-  // auto-round turns the sign of a group whose largest weight is positive, to use the code -8: 16-bit scales
-  // of integer groups may be negative, and F32 ones that were made of such. Everywhere else a sign is a
-  // damaged file.
-  const bool integers = matrix.format.element == DType::kU4 || matrix.format.element == DType::kU8;
-  const bool may_be_negative =
-      integers && (dtype == DType::kF16 || dtype == DType::kBF16 || dtype == DType::kF32);
-  return CheckFiniteRows("block_scale", matrix.block_scale.view(), may_be_negative);
+  return CheckFiniteRows("block_scale", matrix.block_scale.view(), GroupScalesMayBeNegative(matrix.format));
 }
 
 Status CheckZeroPoints(const CanonicalMatrix& matrix) {
@@ -167,6 +160,15 @@ Status CheckBlocks(const CanonicalMatrix& matrix) {
 
 }  // namespace
 
+bool GroupScalesMayBeNegative(const WeightFormat& format) {
+  const bool integers = format.element == DType::kU4 || format.element == DType::kU8;
+  return integers && format.has_block_scale() && IsPlainFloat(format.block_scale_dtype);
+}
+
+bool RowScalesMayBeNegative(const WeightFormat& format) {
+  return format.element == DType::kI8 && format.has_channel_scale;
+}
+
 Status ValidateCanonical(const CanonicalMatrix& matrix) {
   if (matrix.rows <= 0 || matrix.cols <= 0) {
     return Status::BadInput(
@@ -210,8 +212,7 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
   }
   if (format.has_channel_scale) {
     FMOE_RETURN_IF_ERROR(CheckVector("channel_scale", matrix.channel_scale, DType::kF32, matrix.rows));
-    // auto-round's INT8 rows take the sign of their largest weight, to use the code -128.
-    const Range range = format.element == DType::kI8 ? Range::kAny : Range::kNotNegative;
+    const Range range = RowScalesMayBeNegative(format) ? Range::kAny : Range::kNotNegative;
     FMOE_RETURN_IF_ERROR(
         CheckValues("channel_scale", matrix.channel_scale.view().as<float>(), matrix.rows, range));
   }

@@ -131,7 +131,10 @@ TEST(Fp8Stacks, TypeOfTheExperts_MayStandInTheQuantization) {
                   {"expert_dtype", "fp4"}};
   const WrittenModel written(model);
   ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
-  EXPECT_EQ(written.checkpoint->Describe(0)->scheme.name, "mxfp4_mxfp8");
+  // DeepSeek's act_quant before its fp4_gemm: groups of 128, scales rounded up to powers of two.
+  const Scheme scheme = written.checkpoint->Describe(0)->scheme;
+  EXPECT_EQ(scheme.name, "mxfp4_w4a8:group128");
+  EXPECT_TRUE(scheme.activation.rule.power_of_two_scale);
   const auto expert = written.source->load(0);
   ASSERT_TRUE(expert.ok()) << expert.status().ToString();
   EXPECT_EQ(RowOf(expert->down, 5), 0.5F);

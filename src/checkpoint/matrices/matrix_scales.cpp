@@ -14,6 +14,7 @@
 #include "numerics/finite_rows.hpp"
 #include "numerics/rows.hpp"
 #include "quant/packing.hpp"
+#include "weights/dequantize.hpp"
 #include "weights/super_scales.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -63,11 +64,6 @@ Result<Tensor> AsMultipliers(const Tensor& scales, const LinearFormat& format) {
 // Scales of channels and of integers are floats, whatever the type of a file's.
 bool ScalesAreFloats(const WeightFormat& weight) {
   return weight.has_channel_scale || IsPlainFloat(weight.block_scale_dtype);
-}
-
-// Which scales may have signs in a canonical matrix, for the writers that use them.
-bool ScalesMayBeNegative(const WeightFormat& weight) {
-  return weight.may_have_zero_point || (weight.has_channel_scale && weight.element == DType::kI8);
 }
 
 Status CheckType(const MatrixTensors& tensors, const WeightFormat& weight, const std::string& name,
@@ -228,7 +224,9 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
   }
   FMOE_ASSIGN_OR_RETURN(Blocks blocks, Arrange(tensors, format, name, std::move(stored)));
   Tensor& half = blocks.scales;
-  if (ScalesMayBeNegative(weight) && !format.negative_scales) {
+  // A canonical matrix may have them, for the writers that use them.
+  const bool may_be_negative = GroupScalesMayBeNegative(weight) || RowScalesMayBeNegative(weight);
+  if (may_be_negative && !format.negative_scales) {
     FMOE_RETURN_IF_ERROR(RefuseNegative(tensors, half, name));
   }
   if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||

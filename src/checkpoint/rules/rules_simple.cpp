@@ -63,6 +63,19 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
   return format;
 }
 
+// DeepSeek's inference code quantizes the input of FP4 weights as it does that of FP8 weights, in groups of 128
+// with powers of two (docs/checkpoints.md, "DeepSeek-V4"). Groups of 32 of them are MXFP8.
+ActivationFormat InputOfFp4Experts(const LinearFormat& fp8) {
+  constexpr int64_t kReferenceGroup = 128, kMxGroup = 32;
+  const int64_t group = fp8.weight.has_block_scale() ? fp8.weight.block.col : kReferenceGroup;
+  if (group == kMxGroup) {
+    return MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
+  }
+  ActivationFormat input = BlockFp8(group);
+  input.rule.power_of_two_scale = true;
+  return input;
+}
+
 }  // namespace
 
 Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
@@ -88,7 +101,7 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   if (expert_dtype == "fp4") {
     own_experts = true;
     routed.weight = Mx(DType::kF4E2M1);
-    routed.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
+    routed.activation = InputOfFp4Experts(format);
   }
   // The same with the routed experts quantized anew by ModelOpt (NVFP4).
   if (const JsonValue* algorithm = spec.Find("moe_quant_algo"); algorithm != nullptr) {

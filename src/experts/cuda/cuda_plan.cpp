@@ -309,6 +309,12 @@ double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight) {
   if (!plan.float32 && scale == FragmentScale::kOffset) {
     return kOffsetError;
   }
+  // Beside weights whose sums have no scales of groups, scales of groups of tokens are multiplied into BF16:
+  // powers of two without a rounding.
+  if (plan.shape.group_scales && !PromotesGroups(plan.shape.format) &&
+      !plan.activation.rule.power_of_two_scale) {
+    return 0x1p-9;
+  }
   const bool real =
       scale == FragmentScale::kHalf || scale == FragmentScale::kF32Zero || scale == FragmentScale::kF32Halves;
   const bool on_sums = plan.mid != MidKind::kRounded && PromotesGroups(plan.shape.format);

@@ -109,8 +109,10 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
                mid != MidKind::kRounded &&
                !(integers && std::max(shape.hidden, shape.intermediate) > kLongestIntegerSum);
   const bool swish = shape.gated() && IsSwish(shape.activation);
-  const bool in_tile = mid == MidKind::kQuantizedInTile &&
-                       ((plan.codes && !integers) || MayQuantizeInTile(shape.format, plan.tile_tokens));
+  // A tile that ends in values has 64 columns at a time, half of a group of 128.
+  const bool values_in_tile = MayQuantizeInTile(shape.format, plan.tile_tokens) && !shape.group_scales;
+  const bool in_tile =
+      mid == MidKind::kQuantizedInTile && ((plan.codes && !integers) || values_in_tile);
   plan.fused_mid = swish && (mid == MidKind::kRounded || in_tile);
   plan.activated = swish && !plan.fused_mid;
   plan.rows_f32 = (mid != MidKind::kRounded && !plan.codes && PromotesGroups(shape.format)) ||
