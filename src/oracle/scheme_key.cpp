@@ -74,9 +74,10 @@ ActivationKey ActivationKeyOf(const ActivationFormat& format) {
   }
   if (element == DType::kF8E4M3) {
     if (grouped) {
-      return format.scale_dtype == DType::kF8E8M0 ? ActivationKey::kMxfp8
-             : format.group.col == 128            ? ActivationKey::kFp8Group128
-                                                  : ActivationKey::kOther;
+      // Upstream rounds scales of groups of 128 up to powers of two too (UE8M0), under one key.
+      return format.group.col == 128 ? ActivationKey::kFp8Group128
+             : format.group.col == 32 && format.scale_dtype == DType::kF8E8M0 ? ActivationKey::kMxfp8
+                                                                              : ActivationKey::kOther;
     }
     return per_token                    ? ActivationKey::kFp8Token
            : format.static_tensor_scale ? ActivationKey::kFp8TensorStatic

@@ -155,7 +155,10 @@ std::optional<Scheme> Build(const SchemeRow& row, std::string_view word) {
   if (const auto group = ParseActivationGroup(word)) {
     scheme.activation.static_tensor_scale = false;
     scheme.activation.group = {1, *group};
-    scheme.activation.rule.power_of_two_scale = scheme.weight.block_scale_dtype == DType::kF8E8M0;
+    if (scheme.weight.block_scale_dtype == DType::kF8E8M0) {
+      scheme.activation.scale_dtype = DType::kF8E8M0;
+      scheme.activation.rule.mx_scale = MxScaleRule::kCeil;
+    }
     return scheme;
   }
   std::string_view weight_word = word;

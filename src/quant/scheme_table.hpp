@@ -26,8 +26,8 @@ struct SchemeRow {
 ///   static        (alone or as a suffix) the activations have one stored scale
 ///   token/tensor/dynamic  the activations have a dynamic scale for each token / for the batch / for the
 ///   batch
-///   groupN        (alone) the activations have a dynamic scale for each token and N columns, a power of two
-///                 where those of the weights are such
+///   groupN        (alone) the activations have a dynamic scale for each token and N columns: where those of
+///                 the weights are e8m0, such a one, rounded up
 /// Where a table lists one gN, outN, blockN or groupN, every N is understood. "token" and "block" alone stand for
 /// "channel" and "block128".
 Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view name);

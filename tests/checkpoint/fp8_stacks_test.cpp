@@ -134,10 +134,16 @@ TEST(Fp8Stacks, TypeOfTheExperts_MayStandInTheQuantization) {
   // DeepSeek's act_quant before its fp4_gemm: groups of 128, scales rounded up to powers of two.
   const Scheme scheme = written.checkpoint->Describe(0)->scheme;
   EXPECT_EQ(scheme.name, "mxfp4_w4a8:group128");
-  EXPECT_TRUE(scheme.activation.rule.power_of_two_scale);
+  EXPECT_EQ(scheme.activation.scale_dtype, DType::kF8E8M0);
+  EXPECT_EQ(scheme.activation.rule.mx_scale, MxScaleRule::kCeil);
   const auto expert = written.source->load(0);
   ASSERT_TRUE(expert.ok()) << expert.status().ToString();
   EXPECT_EQ(RowOf(expert->down, 5), 0.5F);
+  quantization["weight_block_size"] = {32, 32};
+  const WrittenModel mx(model);
+  ASSERT_TRUE(mx.source.ok()) << mx.source.status().ToString();
+  EXPECT_EQ(mx.checkpoint->Describe(0)->scheme.name, "mxfp4_mxfp8") << "groups of 32 powers of two";
+  EXPECT_EQ(mx.checkpoint->Describe(0)->scheme.activation.rule.mx_scale, MxScaleRule::kCeil);
   quantization["expert_dtype"] = "int4";
   EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
   quantization["expert_dtype"] = 4;

@@ -151,6 +151,7 @@ TEST_P(EveryIsa, QuantizedActivations_AgreeWithTheScheme) {
                              "mxfp4_mxfp8",
                              "mxfp4_w4a8:static",
                              "mxfp4_w4a8:dynamic",
+                             "mxfp4_w4a8:group128",
                              "int8_w8a8:channel",
                              "int8_w8a8:tensor",
                              "int8_w8a8:channel_static",

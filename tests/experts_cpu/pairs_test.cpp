@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu_layer.hpp"
+#include "experts/cpu/cpu_choice.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
 
@@ -225,6 +226,27 @@ TEST_F(CpuPairs, IntegersWithFloatCodes_AreTakenWithBf16Scales) {
   }
   EXPECT_EQ(tile("int4_w4a16:g128", DType::kBF16), kTileA16);
   EXPECT_EQ(tile("int4_w4a8:g128", DType::kBF16), kTileA8);
+}
+
+/// Groups of activations need not be those of the weights. Powers of two are multiplied into bf16 wherever groups
+/// begin; real scales stand apart, where slices for ranks do not move them.
+TEST(CpuChoice, GroupsOf128BesideBlocksOf32_AreCodesOnBf16Units) {
+  const auto choice = [](const char* isa, int64_t ranks, DType scale) {
+    cpu_test::Layer layer =
+        cpu_test::MakeLayer({.scheme = "mxfp4_w4a8:group128", .hidden = 256, .intermediate = 128});
+    layer.problem.config.parallel.tp_size = ranks;
+    layer.problem.scheme.activation.scale_dtype = scale;
+    return ChooseTile(layer.problem, kWeightMxfp4, *ParseIsa(isa));
+  };
+  for (const auto& [ranks, scale] : {std::pair(1, DType::kF8E8M0), {2, DType::kF8E8M0}, {1, DType::kF32}}) {
+    EXPECT_EQ(choice("avx512_bf16", ranks, scale).gate_up, kTileBf16) << ranks << DTypeName(scale);
+    EXPECT_EQ(choice("avx512_bf16", ranks, scale).rows, RowRule::kCodes) << ranks << DTypeName(scale);
+  }
+  EXPECT_EQ(choice("avx512_bf16", 2, DType::kF32).rows, RowRule::kFakeQuantized);
+  for (const char* isa : {"avx512_vnni", "avx2"}) {
+    EXPECT_EQ(choice(isa, 1, DType::kF8E8M0).gate_up, kTileA24) << isa;
+    EXPECT_EQ(choice(isa, 1, DType::kF8E8M0).rows, RowRule::kFakeQuantized) << isa;
+  }
 }
 
 TEST_F(CpuPairs, LargestSums_StayFinite) {

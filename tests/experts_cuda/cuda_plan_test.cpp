@@ -53,7 +53,8 @@ std::vector<Verdict> Objections(const MoeProblem& problem, const Machine& machin
 
 TEST(CudaPlan, Objections_HopperAndASchemeOfTheTable_None) {
   for (const char* scheme :
-       {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8", "int4_w4a16:g128", "int4_w4a16:g32",
+       {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8", "mxfp4_w4a8:group128",
+        "int4_w4a16:g128", "int4_w4a16:g32",
         "fp8_w8a8:tensor", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized",
         "mxfp8_w8a8_out", "nvfp4_w4a8_out", "mxfp4_w4a8_out:out16_tensor"}) {
     EXPECT_TRUE(Objections(Problem(scheme), Hopper()).empty())
@@ -338,6 +339,34 @@ TEST(CudaPlan, ScalesOfGroups_CostARoundingWherePrefillMultipliesThemIntoWeights
     const MoeProblem problem = Problem(name);
     EXPECT_EQ(FoldedScaleError(MakeCudaPlan(problem, Hopper()), problem.scheme.weight), 0.0) << name;
   }
+}
+
+/// Powers of two are part of the BF16 values of tokens, in both modes. Real scales stand beside them, which decode
+/// of FP4 weights has no place for: that mode is refused, and prefill multiplies them into BF16.
+TEST(CudaPlan, GroupsOfTokensBesideMxfp4_InBf16WithTheirScales) {
+  const MoeProblem problem = Problem("mxfp4_w4a8:group128");
+  const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+  EXPECT_EQ(ModeName(plan, 1), "latency");
+  EXPECT_EQ(ModeName(plan, 4096), "throughput");
+  EXPECT_FALSE(MayMultiplyCodes(plan));
+  EXPECT_EQ(FoldedScaleError(plan, problem.scheme.weight), 0.0);
+  MoeProblem real = problem;
+  real.scheme.activation.scale_dtype = DType::kF32;
+  EXPECT_TRUE(Objections(real, Hopper()).empty());
+  EXPECT_EQ(ModeName(MakeCudaPlan(real, Hopper()), 1), "throughput");
+  EXPECT_EQ(FoldedScaleError(MakeCudaPlan(real, Hopper()), problem.scheme.weight), 0x1p-9);
+  real.scheme.activation.rule.power_of_two_scale = true;
+  EXPECT_EQ(FoldedScaleError(MakeCudaPlan(real, Hopper()), problem.scheme.weight), 0.0);
+  real.mode = "latency";
+  const std::vector<Verdict> verdicts = Objections(real, Hopper());
+  // A build without CUDA or a card ends before it plans.
+  if (WhyNotBuilt().empty()) {
+    ASSERT_FALSE(verdicts.empty());
+    EXPECT_NE(verdicts.front().sentence.find("activation scales of groups of 128 need 8-bit weights"),
+              std::string::npos)
+        << verdicts.front().sentence;
+  }
+  EXPECT_FALSE(PlanDecode(MakeCudaPlan(real, Hopper()).shape, 1, MidKind::kQuantized, {}).fits);
 }
 
 // A bound that does not know of it refuses right outputs of F32 and F16 layers.

@@ -137,6 +137,21 @@ TEST(PrefillPlan, Values_AreQuantizedInTheTileUnlessTheirScalesActOnSums) {
   }
 }
 
+/// A tile of MXFP4 holds 64 columns at a time, and a group of activations 128: rows between the GEMMs have both.
+TEST(PrefillPlan, GroupsOf128BesideBlocksOf32_AreQuantizedBetweenTheGemms) {
+  ActivationFormat activation = ParseScheme("mxfp4_w4a8:group128")->activation;
+  for (const DType scale : {DType::kF8E8M0, DType::kF32}) {
+    activation.scale_dtype = scale;
+    LayerShape shape = Shape(FragmentFormat::kMxfp4, 320, 192, 8, 2);
+    shape.group_scales = HasGroupScale(activation);
+    EXPECT_EQ(shape.group_scales, scale == DType::kF32);
+    const PrefillPlan plan = PlanPrefill(shape, 4096, MidKindOf(activation), {});
+    ASSERT_TRUE(plan.fits) << plan.why_not;
+    EXPECT_TRUE(!plan.codes && !plan.fused_mid && plan.activated && !plan.rows_f32) << DTypeName(scale);
+    EXPECT_EQ(plan.tile_tokens, 128);
+  }
+}
+
 TEST(PrefillPlan, EveryFormat_TakesATileThatHasAKernel) {
 #define FMOE_CHECK_TILE(id, name, code, bits, scale, group)                                            \
   for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized}) {                                 \
@@ -191,13 +206,13 @@ TEST(SwishOf, EverySwishKind_IsTheActivationByOneFormula) {
 }
 
 TEST(OperandFormat, SchemesOfTheTable_AreQuantizedOnTheDevice) {
-  for (const SchemeInfo& info : SchemeTable()) {
-    const auto scheme = ParseScheme(info.name);
-    ASSERT_TRUE(scheme.ok()) << info.name;
-    EXPECT_TRUE(CheckOperandFormat(scheme->activation).ok()) << info.name;
+  for (const std::string& name : SchemeNames()) {
+    const auto scheme = ParseScheme(name);
+    ASSERT_TRUE(scheme.ok()) << name;
+    EXPECT_TRUE(CheckOperandFormat(scheme->activation).ok()) << name;
     const DeviceQuantizer quantizer = MakeDeviceQuantizer(scheme->activation);
-    EXPECT_EQ(quantizer.kind == DeviceQuantizer::Kind::kNone, !scheme->activation.quantized()) << info.name;
-    EXPECT_FALSE(HasGroupScale(scheme->activation) && HasRowScale(scheme->activation)) << info.name;
+    EXPECT_EQ(quantizer.kind == DeviceQuantizer::Kind::kNone, !scheme->activation.quantized()) << name;
+    EXPECT_FALSE(HasGroupScale(scheme->activation) && HasRowScale(scheme->activation)) << name;
   }
 }
 

@@ -120,6 +120,26 @@ TEST(Explain, UnknownNames_AreUsageErrors) {
   EXPECT_EQ(Explain(request).status().code(), StatusCode::kUsage);
 }
 
+// Upstream's word for what no table has: not the same mistake as a misspelt one.
+TEST(Explain, WordsOfVllmWithoutARow_SaySoAndWhatToNameInstead) {
+  for (const auto& [word, instead] :
+       {std::pair("humming", "name marlin"), std::pair("deep_gemm_mega_moe", "name deep_gemm"),
+        std::pair("Triton_Unfused", "name triton"), std::pair("flashinfer_b12x", "name flashinfer_cutlass"),
+        std::pair("auto", "leave the name out")}) {
+    for (const char* platform : {"sm100", "host"}) {
+      ExplainRequest request = Request("mxfp4_w4a16", platform);
+      request.selection.backend = word;
+      const Status status = Explain(request).status();
+      EXPECT_EQ(status.code(), StatusCode::kUsage) << word;
+      EXPECT_NE(status.message().find("is known to vLLM"), std::string::npos) << status.message();
+      EXPECT_NE(status.message().find("not described here"), std::string::npos) << status.message();
+      EXPECT_NE(status.message().find(instead), std::string::npos) << status.message();
+    }
+    const Status status = WhyNot(Request("mxfp4_w4a16", "sm100"), word).status();
+    EXPECT_NE(status.message().find(instead), std::string::npos) << status.message();
+  }
+}
+
 TEST(Explain, SizesOutOfRange_AreRefusedBeforeAnyArithmetic) {
   for (const int64_t bad : {int64_t{0}, int64_t{-1}, int64_t{1} << 62}) {
     ExplainRequest request = Request("nvfp4_w4a4", "sm90");

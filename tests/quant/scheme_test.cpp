@@ -97,6 +97,8 @@ TEST(Scheme_CanonicalNames, RoundTripByName) {
                            "mxfp4_mxfp8",
                            "mxfp4_w4a8",
                            "mxfp4_w4a8:dynamic",
+                           "mxfp4_w4a8:group128",
+                           "mxfp4_w4a8:group64",
                            "w_mxfp4_a_mxfp6_e3m2",
                            "w_mxfp6_e2m3_a_fp8"}) {
     const auto scheme = ParseScheme(name);
@@ -118,6 +120,23 @@ TEST(Scheme_UnknownGranularity, IsRefusedWithAllThatAreAccepted) {
       "any size");
   EXPECT_EQ(ParseScheme("nvfp4_w4a16:g16").status().message(),
             "scheme 'nvfp4_w4a16' has no granularity 'g16', it has: none");
+}
+
+TEST(Scheme_GroupsOfActivations, LieBesideThoseOfTheWeights) {
+  const auto scheme = ParseScheme("mxfp4_w4a8:group128");
+  ASSERT_TRUE(scheme.ok());
+  EXPECT_EQ(scheme->weight, ParseScheme("mxfp4_w4a16")->weight);
+  EXPECT_EQ(scheme->activation.element, DType::kF8E4M3);
+  EXPECT_EQ(scheme->activation.group, (GroupShape{1, 128}));
+  EXPECT_EQ(scheme->activation.scale_dtype, DType::kF8E8M0) << "as those of the weights";
+  EXPECT_EQ(scheme->activation.rule.mx_scale, MxScaleRule::kCeil);
+  EXPECT_FALSE(scheme->activation.static_tensor_scale);
+  ActivationFormat real_scales = scheme->activation;
+  real_scales.scale_dtype = DType::kF32;
+  EXPECT_EQ(*SchemeNameFor(scheme->weight, real_scales), "mxfp4_w4a8:group128");
+  EXPECT_EQ(ParseScheme("mxfp4_w4a8:row").status().message(),
+            "scheme 'mxfp4_w4a8' has no granularity 'row', it has: static,dynamic,group128, groupSIZE of any "
+            "size");
 }
 
 TEST(Scheme_BareNames, HaveTheDocumentedGranularity) {
@@ -166,7 +185,8 @@ TEST(Scheme_UnknownNames, AreUsageErrorsThatListTheKnownOnes) {
        {"", ":", "nvfp4_w4a4:", "nvfp4_w4a4:g16", "fp8_w8a8:g", "fp8_w8a8:g128", "fp8_w8a8:blockx",
         "fp8_w8a8:block128x", "fp8_w8a8:block0", "fp8_w8a8:block-1", "fp8_w8a8:block1e9", "int4_w4a16:g0",
         "int4_w4a16:g99999999999999999999", "int4_w4a16:tensor", "fp8_w8a8:block128_static",
-        "fp8_w8a8:channel_", "mxfp4_w4a8:tensor"}) {
+        "fp8_w8a8:channel_", "mxfp4_w4a8:tensor", "mxfp4_w4a8:group", "mxfp4_w4a8:group0",
+        "mxfp4_w4a8:group128_static", "fp8_w8a8:group128", "w_mxfp4_a_fp8:group128"}) {
     const auto scheme = ParseScheme(name);
     ASSERT_FALSE(scheme.ok()) << name;
     EXPECT_EQ(scheme.status().code(), StatusCode::kUsage) << name;

@@ -94,11 +94,13 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
     // A zero scale becomes 0.125 there: an all-zero group, whose codes are zero either way.
     return Nvfp4Input();
   }
-  if (is_float && args.strategy == "group" && args.group == 32 &&
-      (args.bits == 4 || args.bits == 6 || (args.bits == 8 && args.e8m0))) {
-    return args.bits == 4   ? MxInput(DType::kF4E2M1, MxScaleRule::kEven)
-           : args.bits == 6 ? MxInput(DType::kF6E2M3, MxScaleRule::kEven)
-                            : MxInput(DType::kF8E4M3, MxScaleRule::kEvenE2m1);
+  if (is_float && args.strategy == "group" && args.group == 32 && (args.bits == 4 || args.bits == 6)) {
+    return MxInput(args.bits == 4 ? DType::kF4E2M1 : DType::kF6E2M3, MxScaleRule::kEven);
+  }
+  if (is_float && args.strategy == "group" && args.group > 0 && args.bits == 8 && args.e8m0) {
+    ActivationFormat input = MxInput(DType::kF8E4M3, MxScaleRule::kEvenE2m1);
+    input.group.col = args.group;
+    return input;
   }
   if (args.bits != 8) {
     return refuse();

@@ -64,15 +64,11 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
 }
 
 // DeepSeek's inference code quantizes the input of FP4 weights as it does that of FP8 weights, in groups of 128
-// with powers of two (docs/checkpoints.md, "DeepSeek-V4"). Groups of 32 of them are MXFP8.
+// with scales rounded up to powers of two (docs/checkpoints.md, "DeepSeek-V4").
 ActivationFormat InputOfFp4Experts(const LinearFormat& fp8) {
-  constexpr int64_t kReferenceGroup = 128, kMxGroup = 32;
-  const int64_t group = fp8.weight.has_block_scale() ? fp8.weight.block.col : kReferenceGroup;
-  if (group == kMxGroup) {
-    return MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
-  }
-  ActivationFormat input = BlockFp8(group);
-  input.rule.power_of_two_scale = true;
+  constexpr int64_t kReferenceGroup = 128;
+  ActivationFormat input = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
+  input.group.col = fp8.weight.has_block_scale() ? fp8.weight.block.col : kReferenceGroup;
   return input;
 }
 

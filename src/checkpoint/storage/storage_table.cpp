@@ -221,6 +221,7 @@ constexpr StorageRow kStorage[] = {
     {"mxfp4_w4a4", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
     {"mxfp4_w4a16", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
     {"mxfp4_mxfp8", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
+    {"mxfp4_w4a8:group128", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
     {"w_mxfp6_e2m3", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
     {"w_mxfp6_e2m3_a_mxfp6_e2m3", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
     {"mxfp8_w8a8", "compressed-tensors", kMx8, kCt, nullptr},
