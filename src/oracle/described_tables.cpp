@@ -83,9 +83,9 @@ std::vector<std::string_view> AllBackendWords() {
 }
 
 std::string WhyNotDescribed(std::string_view word) {
-  const auto* found = std::find_if(
-      std::begin(kUndescribedWords), std::end(kUndescribedWords),
-      [word](const UndescribedWord& known) { return UpperCase(known.word) == UpperCase(word); });
+  const auto* found =
+      std::find_if(std::begin(kUndescribedWords), std::end(kUndescribedWords),
+                   [word](const UndescribedWord& known) { return UpperCase(known.word) == UpperCase(word); });
   return found == std::end(kUndescribedWords)
              ? std::string()
              : fmt::format("backend '{}' is known to vLLM ({}) and not described here: {}", found->word,

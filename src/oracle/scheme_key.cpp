@@ -75,7 +75,7 @@ ActivationKey ActivationKeyOf(const ActivationFormat& format) {
   if (element == DType::kF8E4M3) {
     if (grouped) {
       // Upstream rounds scales of groups of 128 up to powers of two too (UE8M0), under one key.
-      return format.group.col == 128 ? ActivationKey::kFp8Group128
+      return format.group.col == 128                                          ? ActivationKey::kFp8Group128
              : format.group.col == 32 && format.scale_dtype == DType::kF8E8M0 ? ActivationKey::kMxfp8
                                                                               : ActivationKey::kOther;
     }

@@ -116,9 +116,8 @@ bool Accepts(std::string_view granularities, std::string_view word) {
 /// The listed words, and that Accepts takes groups and blocks of other sizes too.
 std::string GranularitiesText(std::string_view granularities) {
   std::string text(granularities.empty() ? "none" : granularities);
-  const std::pair<std::string_view, std::string_view> sized[] = {{"g64", "gSIZE"},
-                                                                 {"block64", "blockROWSxCOLUMNS"},
-                                                                 {"group64", "groupSIZE"}};
+  const std::pair<std::string_view, std::string_view> sized[] = {
+      {"g64", "gSIZE"}, {"block64", "blockROWSxCOLUMNS"}, {"group64", "groupSIZE"}};
   for (const auto& [word, pattern] : sized) {
     text += Accepts(granularities, word) ? fmt::format(", {} of any size", pattern) : "";
   }

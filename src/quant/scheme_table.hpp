@@ -28,8 +28,8 @@ struct SchemeRow {
 ///   batch
 ///   groupN        (alone) the activations have a dynamic scale for each token and N columns: where those of
 ///                 the weights are e8m0, such a one, rounded up
-/// Where a table lists one gN, outN, blockN or groupN, every N is understood. "token" and "block" alone stand for
-/// "channel" and "block128".
+/// Where a table lists one gN, outN, blockN or groupN, every N is understood. "token" and "block" alone stand
+/// for "channel" and "block128".
 Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view name);
 
 /// The lookup of SchemeNameFor over any table.

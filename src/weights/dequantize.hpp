@@ -9,15 +9,16 @@
 namespace fusedmoe {
 
 /// Whether scales of a canonical matrix may have signs. auto-round turns the sign of a group, or of a row of
-/// INT8, whose largest weight is positive, to use the code -8 or -128: scales of integer groups that are floats
-/// may be negative, and those of I8 rows. Everywhere else a sign is a damaged file.
+/// INT8, whose largest weight is positive, to use the code -8 or -128: scales of groups of U4 and U8 that are
+/// floats may be negative, and those of I8 rows. Everywhere else a sign is a damaged file.
 bool GroupScalesMayBeNegative(const WeightFormat& format);
 bool RowScalesMayBeNegative(const WeightFormat& format);
 
 /// Checks one matrix before anything decodes it: shapes of codes and scales agree with rows, cols, format and
-/// offsets; block and channel scales are finite and >= 0 (no e4m3 sign bit or 0x7f, no e8m0 0xff; but see
-/// above for those that may be negative); tensor, input and pre-quant scales are finite and > 0; zero points are codes of the element, or finite; group_index points at existing scale
-/// columns; biases are finite. kBadInput, with the field's name and the place. Codes are not read.
+/// offsets; block and channel scales are finite and, but for those above, >= 0 (no e4m3 sign bit or 0x7f, no
+/// e8m0 0xff); tensor, input and pre-quant scales are finite and > 0; zero points are codes of the element,
+/// or finite; group_index points at existing scale columns; biases are finite. kBadInput, with the field's
+/// name and the place. Codes are not read.
 Status ValidateCanonical(const CanonicalMatrix& matrix);
 
 /// Decodes rows of a canonical matrix into numbers, by the definition

@@ -228,8 +228,8 @@ TEST_F(CpuPairs, IntegersWithFloatCodes_AreTakenWithBf16Scales) {
   EXPECT_EQ(tile("int4_w4a8:g128", DType::kBF16), kTileA8);
 }
 
-/// Groups of activations need not be those of the weights. Powers of two are multiplied into bf16 wherever groups
-/// begin; real scales stand apart, where slices for ranks do not move them.
+/// Groups of activations need not be those of the weights. Powers of two are multiplied into bf16 wherever
+/// groups begin; real scales stand apart, where slices for ranks do not move them.
 TEST(CpuChoice, GroupsOf128BesideBlocksOf32_AreCodesOnBf16Units) {
   const auto choice = [](const char* isa, int64_t ranks, DType scale) {
     cpu_test::Layer layer =

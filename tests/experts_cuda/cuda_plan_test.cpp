@@ -53,10 +53,9 @@ std::vector<Verdict> Objections(const MoeProblem& problem, const Machine& machin
 
 TEST(CudaPlan, Objections_HopperAndASchemeOfTheTable_None) {
   for (const char* scheme :
-       {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8", "mxfp4_w4a8:group128",
-        "int4_w4a16:g128", "int4_w4a16:g32",
-        "fp8_w8a8:tensor", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized",
-        "mxfp8_w8a8_out", "nvfp4_w4a8_out", "mxfp4_w4a8_out:out16_tensor"}) {
+       {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8", "mxfp4_w4a8:group128", "int4_w4a16:g128",
+        "int4_w4a16:g32", "fp8_w8a8:tensor", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel",
+        "unquantized", "mxfp8_w8a8_out", "nvfp4_w4a8_out", "mxfp4_w4a8_out:out16_tensor"}) {
     EXPECT_TRUE(Objections(Problem(scheme), Hopper()).empty())
         << scheme << ": " << Objections(Problem(scheme), Hopper()).front().sentence;
   }
@@ -341,8 +340,8 @@ TEST(CudaPlan, ScalesOfGroups_CostARoundingWherePrefillMultipliesThemIntoWeights
   }
 }
 
-/// Powers of two are part of the BF16 values of tokens, in both modes. Real scales stand beside them, which decode
-/// of FP4 weights has no place for: that mode is refused, and prefill multiplies them into BF16.
+/// Powers of two are part of the BF16 values of tokens, in both modes. Real scales stand beside them, which
+/// decode of FP4 weights has no place for: that mode is refused, and prefill multiplies them into BF16.
 TEST(CudaPlan, GroupsOfTokensBesideMxfp4_InBf16WithTheirScales) {
   const MoeProblem problem = Problem("mxfp4_w4a8:group128");
   const CudaPlan plan = MakeCudaPlan(problem, Hopper());

@@ -137,7 +137,8 @@ TEST(PrefillPlan, Values_AreQuantizedInTheTileUnlessTheirScalesActOnSums) {
   }
 }
 
-/// A tile of MXFP4 holds 64 columns at a time, and a group of activations 128: rows between the GEMMs have both.
+/// A tile of MXFP4 holds 64 columns at a time, half of a group of activations: rows between the GEMMs have
+/// all.
 TEST(PrefillPlan, GroupsOf128BesideBlocksOf32_AreQuantizedBetweenTheGemms) {
   ActivationFormat activation = ParseScheme("mxfp4_w4a8:group128")->activation;
   for (const DType scale : {DType::kF8E8M0, DType::kF32}) {

@@ -50,11 +50,11 @@ TEST_P(RandomExperts, EveryScheme_IsValidAndOfUnitGain) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Schemes, RandomExperts,
-                         ::testing::Values("unquantized", "nvfp4_w4a4", "nvfp4_w4a16", "mxfp4_w4a16", "mxfp4_w4a8:group128",
-                                           "mxfp8_w8a8", "fp8_w8a8:tensor", "fp8_w8a8:channel",
-                                           "fp8_w8a8:block128", "int8_w8a8", "int8_w8a16", "int4_w4a16:g128",
-                                           "int4_w4a16:g32", "int4_w4a16:channel", "int4_w4a8",
-                                           "int4_w4afp8"),
+                         ::testing::Values("unquantized", "nvfp4_w4a4", "nvfp4_w4a16", "mxfp4_w4a16",
+                                           "mxfp4_w4a8:group128", "mxfp8_w8a8", "fp8_w8a8:tensor",
+                                           "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8", "int8_w8a16",
+                                           "int4_w4a16:g128", "int4_w4a16:g32", "int4_w4a16:channel",
+                                           "int4_w4a8", "int4_w4afp8"),
                          [](const auto& param) {
                            std::string name = param.param;
                            for (char& letter : name) {

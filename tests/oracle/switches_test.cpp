@@ -177,11 +177,13 @@ TEST(Switches, Mxfp4Flags_NameTheirBackends) {
 // kMxfp4Static with kFp8Dynamic128Sym alone is what upstream's DeepGEMM experts support.
 TEST(Selection, DeepGemmMxfp4_TakesGroupsOf128AndNothingElse) {
   for (const char* platform : {"sm100", "sm103"}) {
-    EXPECT_EQ(Chosen(Answer(Request("mxfp4_w4a8:group128", platform)).selection), "DEEPGEMM_MXFP4") << platform;
+    EXPECT_EQ(Chosen(Answer(Request("mxfp4_w4a8:group128", platform)).selection), "DEEPGEMM_MXFP4")
+        << platform;
   }
   EXPECT_EQ(Chosen(Answer(Request("mxfp4_w4a8:group128", "sm90")).selection), "MARLIN") << "weights alone";
   for (const char* other : {"mxfp4_mxfp8", "mxfp4_w4a8:static", "mxfp4_w4a8:group64", "mxfp4_w4a16"}) {
-    EXPECT_NE(FindVerdict(Answer(Request(other, "sm100")).selection, "DEEPGEMM_MXFP4", Reason::kScheme), nullptr)
+    EXPECT_NE(FindVerdict(Answer(Request(other, "sm100")).selection, "DEEPGEMM_MXFP4", Reason::kScheme),
+              nullptr)
         << other;
   }
 }

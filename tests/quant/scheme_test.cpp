@@ -181,12 +181,28 @@ TEST(Scheme_UnknownNames, AreUsageErrorsThatListTheKnownOnes) {
   ASSERT_FALSE(unknown.ok());
   EXPECT_EQ(unknown.status().code(), StatusCode::kUsage);
   EXPECT_NE(unknown.status().message().find("nvfp4_w4a4"), std::string::npos);
-  for (const char* name :
-       {"", ":", "nvfp4_w4a4:", "nvfp4_w4a4:g16", "fp8_w8a8:g", "fp8_w8a8:g128", "fp8_w8a8:blockx",
-        "fp8_w8a8:block128x", "fp8_w8a8:block0", "fp8_w8a8:block-1", "fp8_w8a8:block1e9", "int4_w4a16:g0",
-        "int4_w4a16:g99999999999999999999", "int4_w4a16:tensor", "fp8_w8a8:block128_static",
-        "fp8_w8a8:channel_", "mxfp4_w4a8:tensor", "mxfp4_w4a8:group", "mxfp4_w4a8:group0",
-        "mxfp4_w4a8:group128_static", "fp8_w8a8:group128", "w_mxfp4_a_fp8:group128"}) {
+  for (const char* name : {"",
+                           ":",
+                           "nvfp4_w4a4:",
+                           "nvfp4_w4a4:g16",
+                           "fp8_w8a8:g",
+                           "fp8_w8a8:g128",
+                           "fp8_w8a8:blockx",
+                           "fp8_w8a8:block128x",
+                           "fp8_w8a8:block0",
+                           "fp8_w8a8:block-1",
+                           "fp8_w8a8:block1e9",
+                           "int4_w4a16:g0",
+                           "int4_w4a16:g99999999999999999999",
+                           "int4_w4a16:tensor",
+                           "fp8_w8a8:block128_static",
+                           "fp8_w8a8:channel_",
+                           "mxfp4_w4a8:tensor",
+                           "mxfp4_w4a8:group",
+                           "mxfp4_w4a8:group0",
+                           "mxfp4_w4a8:group128_static",
+                           "fp8_w8a8:group128",
+                           "w_mxfp4_a_fp8:group128"}) {
     const auto scheme = ParseScheme(name);
     ASSERT_FALSE(scheme.ok()) << name;
     EXPECT_EQ(scheme.status().code(), StatusCode::kUsage) << name;

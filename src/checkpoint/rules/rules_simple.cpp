@@ -63,8 +63,8 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
   return format;
 }
 
-// DeepSeek's inference code quantizes the input of FP4 weights as it does that of FP8 weights, in groups of 128
-// with scales rounded up to powers of two (docs/checkpoints.md, "DeepSeek-V4").
+// DeepSeek's inference code quantizes the input of FP4 weights as it does that of FP8 weights, in groups of
+// 128 with scales rounded up to powers of two (docs/checkpoints.md).
 ActivationFormat InputOfFp4Experts(const LinearFormat& fp8) {
   constexpr int64_t kReferenceGroup = 128;
   ActivationFormat input = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);

@@ -111,8 +111,7 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   const bool swish = shape.gated() && IsSwish(shape.activation);
   // A tile that ends in values has 64 columns at a time, half of a group of 128.
   const bool values_in_tile = MayQuantizeInTile(shape.format, plan.tile_tokens) && !shape.group_scales;
-  const bool in_tile =
-      mid == MidKind::kQuantizedInTile && ((plan.codes && !integers) || values_in_tile);
+  const bool in_tile = mid == MidKind::kQuantizedInTile && ((plan.codes && !integers) || values_in_tile);
   plan.fused_mid = swish && (mid == MidKind::kRounded || in_tile);
   plan.activated = swish && !plan.fused_mid;
   plan.rows_f32 = (mid != MidKind::kRounded && !plan.codes && PromotesGroups(shape.format)) ||
