@@ -75,6 +75,23 @@ TEST(ScaleForms, Mxfp8OfCompressedTensors_BumpsExponentsLikeE2m1) {
   EXPECT_EQ(source->scheme.activation.rule.mx_scale, MxScaleRule::kEvenE2m1);
 }
 
+// What we write of mxfp4_w4a8:group128: the type of the scales tells powers of two from fp32.
+TEST(ScaleForms, GroupsOfInputsOfCompressedTensors_HaveScalesOfTheirType) {
+  TinyModel model("ct_mxfp4");
+  auto& input = model.config["quantization_config"]["config_groups"]["group_0"]["input_activations"];
+  input = {{"num_bits", 8}, {"type", "float"}, {"strategy", "group"}, {"group_size", 128}, {"dynamic", true}};
+  for (const DType scale : {DType::kF32, DType::kF8E8M0}) {
+    if (scale == DType::kF8E8M0) {
+      input["scale_dtype"] = "torch.uint8";
+    }
+    const WrittenModel written(model);
+    ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+    EXPECT_EQ(written.checkpoint->Describe(0)->scheme.name, "mxfp4_w4a8:group128");
+    EXPECT_EQ(written.source->scheme.activation.group, (GroupShape{1, 128}));
+    EXPECT_EQ(written.source->scheme.activation.scale_dtype, scale);
+  }
+}
+
 // compressed-tensors 0.20 reads both, the string for configurations that older versions wrote.
 TEST(ScaleForms, BlockStructure_IsAPairOrAString) {
   TinyModel model("fp8_block");

@@ -48,6 +48,7 @@ std::vector<Row> Rows() {
       {"nvfp4_w4a4", "compressed-tensors", 0.085, 0.105},
       {"mxfp4_w4a16", "", 0.1, 0.125},
       {"mxfp4_w4a4", "", 0.1, 0.125},
+      {"mxfp4_w4a8:group128", "", 0.1, 0.125},
       {"w_mxfp6_e2m3", "", 0.022, 0.033},
       {"w_mxfp6_e2m3_a_mxfp6_e2m3", "", 0.022, 0.033},
       {"mxfp8_w8a8", "compressed-tensors", 0.022, 0.033},
