@@ -73,7 +73,7 @@ PrefillPlan PlanOf(const BenchLayer& layer, int64_t m, const Wishes& options) {
   PrefillPlan plan = PlanPrefill(layer.shape, m, MidKindOf(activation), CurrentLimits());
   const bool values_in_tile = plan.fused_mid && !plan.codes && activation.quantized();
   if (options.tile != 0 && !values_in_tile) {  // what quantizes in its tile has no other
-    plan.tile_tokens = options.tile;
+    plan.tile_tokens[0] = plan.tile_tokens[1] = options.tile;
   }
   return plan;
 }
