@@ -86,9 +86,7 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
     const DeviceArray<uint16_t> x(NormalBf16(m * model.hidden, 7));
     DecodePlan plan = PlanDecode(shape, m, MidKind::kRounded, CurrentLimits());
     if (options.slots > 0) {
-      const FragmentTraits unit = FragmentTraitsOf(shape.format);
-      const int64_t slot_bytes =
-          int64_t{kDecodeWarps} * (plan.slabs / unit.unit_slabs() * unit.unit_bytes() + 8);
+      const int64_t slot_bytes = int64_t{kDecodeWarps} * (plan.slot_bytes + 8);
       const int64_t most = (CurrentLimits().shared_memory_per_block - plan.shared_bytes) / slot_bytes;
       const int64_t more = std::min<int64_t>(options.slots - plan.slots, most);
       plan.slots += static_cast<int>(more), plan.shared_bytes += more * slot_bytes;
@@ -123,8 +121,8 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
         "%-13s M=%-4ld %-18s %8.1f us  %5.2f TB/s  %3.0f %% of the read rate  (nt%d slabs%d slots%d x%ldK "
         "splits%d lists%d, %.0f MHz)\n",
         model.name, m, scheme_name.c_str(), timing.us, bytes / timing.us * 1e-6,
-        bytes / timing.us * 1e8 / read_bytes, plan.token_tile, plan.slabs, plan.slots, plan.rows_bytes >> 10,
-        plan.splits, plan.list_tokens, timing.mhz);
+        bytes / timing.us * 1e8 / read_bytes, plan.token_tile, plan.slabs[0], plan.slots,
+        plan.rows_bytes >> 10, plan.splits, plan.list_tokens, timing.mhz);
     std::fflush(stdout);
   }
 }

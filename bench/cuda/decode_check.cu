@@ -185,7 +185,7 @@ bool DecodeCaseRun::Run() {
   const bool ok = problem_.empty() && worst_ <= 1;
   std::printf("%s %s: %.3f of what is allowed, %ld undecided%s (nt%d slabs%d splits%d lists%d by_token%d)\n",
               ok ? "ok  " : "FAIL", NameOf(c_).c_str(), worst_, undecided_, problem_.c_str(),
-              plan_.token_tile, plan_.slabs, plan_.splits, plan_.list_tokens, plan_.by_token ? 1 : 0);
+              plan_.token_tile, plan_.slabs[0], plan_.splits, plan_.list_tokens, plan_.by_token ? 1 : 0);
   return ok;
 }
 

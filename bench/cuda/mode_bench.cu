@@ -2,7 +2,8 @@
 // the faster side. Runs what a layer runs (operands, kernels, quantization between the GEMMs), without its
 // router.
 //   mode_bench [--shape NAME,..] [--scheme NAME,..] [--m 8,16,..] [--rest MS]
-// Ends with the largest loss of a choice.
+// A scheme may be two, GATE_UP+DOWN: integers whose layer is of the second, and whose gate and up were stored
+// as the first ("int4_w4a16:g32+int8_w8a16:g16", Q4_K beside Q6_K). Ends with the largest loss of a choice.
 #include <memory>
 #include <string>
 
@@ -33,25 +34,28 @@ Tensor OnCard(DeviceArray<T> array, DType dtype, const Shape& shape) {
 }
 
 /// Weights as PrepareCudaWeights leaves them, made on the card.
-std::shared_ptr<const PreparedWeights> MakeWeights(const CudaPlan& plan, const Scheme& scheme,
-                                                   uint64_t seed) {
+std::shared_ptr<const PreparedWeights> MakeWeights(const CudaPlan& plan, const Scheme& gate_up_scheme,
+                                                   const Scheme& down_scheme, uint64_t seed) {
   const LayerShape& shape = plan.shape;
   const int64_t experts = shape.num_local_experts;
   auto weights = std::make_shared<PreparedWeights>();
   weights->layout_key = "cuda:" + plan.spec.ToString();
   weights->recipe = CudaRecipe(plan);
-  const auto blocks = [&](const char* name, int64_t count, int64_t cols, uint64_t own_seed) {
+  const auto blocks = [&](const char* name, const Scheme& scheme, const FragmentSpec& spec, int64_t count,
+                          int64_t cols, uint64_t own_seed) {
     weights->tensors.push_back(
-        {name, OnCard(RandomBlocks(scheme, plan.spec, experts, count, cols, own_seed), DType::kU8,
-                      {experts, FragmentPlacesOf(shape.format, count, cols).bytes})});
+        {name, OnCard(RandomBlocks(scheme, spec, experts, count, cols, own_seed), DType::kU8,
+                      {experts, FragmentPlacesOf(spec.format, count, cols).bytes})});
   };
+  FragmentSpec down = plan.spec;
+  down.own_gate_up.reset();
   const auto floats = [&](const char* name, int64_t count, float value) {
     weights->tensors.push_back(
         {name, OnCard(DeviceArray<float>(std::vector<float>(static_cast<size_t>(count), value)), DType::kF32,
                       {count})});
   };
-  blocks("gate_up", shape.gate_up_blocks(), shape.hidden, seed);
-  blocks("down", shape.down_blocks(), shape.intermediate, seed + 1);
+  blocks("gate_up", gate_up_scheme, plan.spec.OfGateUp(), shape.gate_up_blocks(), shape.hidden, seed);
+  blocks("down", down_scheme, down, shape.down_blocks(), shape.intermediate, seed + 1);
   floats("gate_up_tensor_scale", experts * shape.parts(), 0.01F);
   floats("down_tensor_scale", experts, 0.01F);
   if (plan.spec.row_scale) {
@@ -114,15 +118,26 @@ double Run(const BenchModel& model, const std::string& scheme_name, const Wishes
   problem.config.intermediate = model.intermediate;
   problem.config.max_tokens = options.tokens.back();
   const int64_t sizes[] = {model.hidden, model.intermediate};
-  const Result<Scheme> scheme = ParseScheme(scheme_name, sizes);
-  Check(scheme.status());
-  problem.scheme = *scheme;
+  const size_t plus = scheme_name.find('+');
+  const Result<Scheme> gate_up = ParseScheme(scheme_name.substr(0, plus), sizes);
+  Check(gate_up.status());
+  problem.scheme = *gate_up;
+  if (plus != std::string::npos) {
+    const Result<Scheme> down = ParseScheme(scheme_name.substr(plus + 1), sizes);
+    Check(down.status());
+    problem.scheme = *down;
+    problem.scheme.weight.zero_point_dtype = DType::kF32;
+    problem.weights_have_zero_points = true;
+    problem.gate_up_stored.bits = DTypeBits(gate_up->weight.element);
+    problem.gate_up_stored.group = gate_up->weight.block.col;
+    problem.gate_up_stored.zero_points = true;
+  }
   const CudaPlan plan = MakeCudaPlan(problem, HostMachine());
   const int64_t bytes = DeviceWeightBytes(plan);
   const int copies = static_cast<int>(std::clamp<int64_t>((int64_t{2} << 30) / bytes, 2, 4));
   std::vector<std::shared_ptr<const PreparedWeights>> weights;
   for (int copy = 0; copy < copies; ++copy) {
-    weights.push_back(MakeWeights(plan, problem.scheme, static_cast<uint64_t>(copy) << 40));
+    weights.push_back(MakeWeights(plan, *gate_up, problem.scheme, static_cast<uint64_t>(copy) << 40));
   }
   double worst = 1;
   for (const int64_t m : options.tokens) {
@@ -131,7 +146,7 @@ double Run(const BenchModel& model, const std::string& scheme_name, const Wishes
     const bool decodes = ModeName(plan, m) == "latency";
     const double ratio = decode == 0 ? 1 : decodes ? decode / prefill : prefill / decode;
     worst = std::max(worst, ratio);
-    std::printf("%-10s %-18s M=%-4ld %5.1f routes an expert  decode %8.1f  prefill %8.1f us  takes %s%s\n",
+    std::printf("%-10s %-30s M=%-4ld %5.1f routes an expert  decode %8.1f  prefill %8.1f us  takes %s%s\n",
                 model.name, scheme_name.c_str(), m,
                 static_cast<double>(m * model.top_k) / static_cast<double>(model.experts), decode, prefill,
                 decodes ? "decode" : "prefill", ratio > 1.1 ? "  SLOWER" : "");

@@ -73,7 +73,7 @@ PrefillPlan PlanOf(const BenchLayer& layer, int64_t m, const Wishes& options) {
   PrefillPlan plan = PlanPrefill(layer.shape, m, MidKindOf(activation), CurrentLimits());
   const bool values_in_tile = plan.fused_mid && !plan.codes && activation.quantized();
   if (options.tile != 0 && !values_in_tile) {  // what quantizes in its tile has no other
-    plan.tile_tokens = options.tile;
+    plan.tile_tokens[0] = plan.tile_tokens[1] = options.tile;
   }
   return plan;
 }
@@ -187,7 +187,7 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
     const double flops = 6.0 * static_cast<double>(model.hidden * model.intermediate * m * model.top_k);
     std::printf("%-13s M=%-5lld %-18s %9.1f us  %5.0f TFLOP/s  tile %d, scratch %lld MB\n", model.name,
                 static_cast<long long>(m), scheme_name.c_str(), us, flops / us * 1e-6,
-                forwards.plan().tile_tokens, static_cast<long long>(forwards.plan().scratch_bytes >> 20));
+                forwards.plan().tile_tokens[0], static_cast<long long>(forwards.plan().scratch_bytes >> 20));
     std::fflush(stdout);
   }
 }

@@ -243,7 +243,7 @@ bool PrefillCaseRun::Plan() {
     return false;
   }
   if (c_.tile != 0 && (plan_.codes || HasLargeTiles(spec_.format))) {
-    plan_.tile_tokens = c_.tile;
+    plan_.tile_tokens[0] = plan_.tile_tokens[1] = c_.tile;
   }
   by_route_ = c_.per_expert_scale && !c_.batched;
   operand_rows_ = by_route_ ? num_tokens_ * top_k_ : num_tokens_;

@@ -106,7 +106,19 @@ std::optional<FragmentFormat> FormatOfFloats(const WeightFormat& format, bool pl
 
 }  // namespace
 
+FragmentSpec FragmentSpec::OfGateUp() const {
+  FragmentSpec spec = *this;
+  spec.format = gate_up_format();
+  spec.own_gate_up.reset();
+  return spec;
+}
+
 std::string FragmentSpec::ToString() const {
+  if (own_gate_up) {
+    FragmentSpec down = *this;
+    down.own_gate_up.reset();
+    return OfGateUp().ToString() + " and " + down.ToString();
+  }
   const FragmentTraits traits = FragmentTraitsOf(format);
   return fmt::format("fragment({}{}, {} bytes a unit of 16 x {}{})", traits.name,
                      traits.scale == FragmentScale::kHalf ? fmt::format(" {}", DTypeName(half_scale)) : "",
@@ -162,7 +174,8 @@ FragmentSizes FragmentSizesOf(const FragmentSpec& spec, int64_t hidden, int64_t 
   sizes.parts = gated ? 2 : 1;
   sizes.gate_up_rows = FragmentIntermediate(intermediate);
   sizes.down_rows = DownBlocks(hidden) * kFragmentRows;
-  sizes.gate_up_bytes = FragmentPlacesOf(spec.format, GateUpBlocks(intermediate, gated), hidden).bytes;
+  sizes.gate_up_bytes =
+      FragmentPlacesOf(spec.gate_up_format(), GateUpBlocks(intermediate, gated), hidden).bytes;
   sizes.down_bytes = FragmentPlacesOf(spec.format, DownBlocks(hidden), intermediate).bytes;
   return sizes;
 }
@@ -195,7 +208,7 @@ Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spe
     stager.Stage(piece, bytes, nan_rows);
     const bool down = piece.part == FragmentPart::kDown;
     uint8_t* const matrix = down ? out.down : out.gate_up;
-    switch (spec.format) {
+    switch (down ? spec.format : spec.gate_up_format()) {
 #define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group)                                           \
   case FragmentFormat::id:                                                                              \
     ArrangePiece<FragmentFormat::id>(stager.View(piece, bytes), piece, stager.PlacesOf(piece), matrix); \
@@ -311,7 +324,7 @@ Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& pack
   if (spec.products) {
     return Status::Unsupported("fragments hold products of codes and scales; neither can be had back");
   }
-  if (traits.scale == FragmentScale::kOffset) {
+  if (traits.scale == FragmentScale::kOffset || spec.own_gate_up) {
     return Status::Unsupported("fragments hold offsets; which zero points they were made of is not known");
   }
   for (const CanonicalMatrix* matrix : {&expert.up, &expert.down}) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,11 +15,15 @@ namespace fusedmoe {
 /// How weights of a canonical format are held by the fragment layout.
 struct FragmentSpec {
   FragmentFormat format = FragmentFormat::kBf16;
-  DType half_scale = DType::kBF16;  ///< of FragmentScale::kHalf: BF16 or F16
-  bool row_scale = false;           ///< channel scales stand beside the blocks, F32 a row
-  bool products = false;            ///< codes times block scales (block_products.hpp)
+  std::optional<FragmentFormat> own_gate_up;  ///< of gate and up, where `format` is that of down alone
+  DType half_scale = DType::kBF16;            ///< of FragmentScale::kHalf: BF16 or F16
+  bool row_scale = false;                     ///< channel scales stand beside the blocks, F32 a row
+  bool products = false;                      ///< codes times block scales (block_products.hpp)
   bool operator==(const FragmentSpec&) const = default;
-  /// "fragment(nvfp4, 576 bytes a unit of 64)"
+  FragmentFormat gate_up_format() const { return own_gate_up.value_or(format); }
+  /// That of gate and up alone.
+  FragmentSpec OfGateUp() const;
+  /// "fragment(nvfp4, 576 bytes a unit of 16 x 64)"; of two formats, gate and up first.
   std::string ToString() const;
 };
 

@@ -55,20 +55,20 @@ float* Offset(float* base, int64_t count) {
 FragmentStager::FragmentStager(const CanonicalExpert& expert, const FragmentSpec& spec,
                                std::vector<int32_t> input_order, std::vector<int32_t> mid_order)
     : spec_(spec),
-      traits_(FragmentTraitsOf(spec.format)),
       gated_(!expert.gate.empty()),
       hidden_(expert.up.cols),
       intermediate_(expert.up.rows),
       input_order_(std::move(input_order)),
       mid_order_(std::move(mid_order)),
-      gate_(expert.gate, spec, mid_order_, input_order_),
-      up_(expert.up, spec, mid_order_, input_order_),
+      gate_(expert.gate, spec.OfGateUp(), mid_order_, input_order_),
+      up_(expert.up, spec.OfGateUp(), mid_order_, input_order_),
       down_(expert.down, spec, {}, mid_order_) {}
 
 Result<FragmentStager> FragmentStager::Create(const CanonicalExpert& expert, const FragmentSpec& spec) {
   for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
     if (!matrix->empty()) {
-      FMOE_RETURN_IF_ERROR(CheckFragmentMatrix(*matrix, spec));
+      const bool down = matrix == &expert.down;
+      FMOE_RETURN_IF_ERROR(CheckFragmentMatrix(*matrix, down ? spec : spec.OfGateUp()));
     }
   }
   FMOE_ASSIGN_OR_RETURN(std::vector<int32_t> input_order, OrderOf(expert.up));
@@ -85,7 +85,7 @@ Result<FragmentStager> FragmentStager::Create(const CanonicalExpert& expert, con
 
 int64_t FragmentStager::FewestBytes(const FragmentSpec& spec, int64_t hidden, int64_t intermediate,
                                     bool gated) {
-  const int64_t gate_up = (gated ? 2 : 1) * kFragmentSlab * RowBytes(spec.format, hidden);
+  const int64_t gate_up = (gated ? 2 : 1) * kFragmentSlab * RowBytes(spec.gate_up_format(), hidden);
   return RoundUp(std::max(gate_up, kFragmentRows * RowBytes(spec.format, intermediate)), 16);
 }
 
@@ -109,20 +109,20 @@ std::vector<FragmentPiece> FragmentStager::Cut(int64_t most_bytes) const {
 FragmentPlaces FragmentStager::PlacesOf(const FragmentPiece& piece) const {
   const int64_t blocks =
       piece.part == FragmentPart::kDown ? DownBlocks(hidden_) : GateUpBlocks(intermediate_, gated());
-  return FragmentPlacesOf(spec_.format, blocks, Cols(piece.part));
+  return FragmentPlacesOf(FormatOf(piece.part), blocks, Cols(piece.part));
 }
 
 int64_t FragmentStager::StagedBytes(const FragmentPiece& piece) const {
   const int64_t matrices = piece.part == FragmentPart::kGateUp ? 2 : 1;
-  return RoundUp(matrices * piece.rows * RowBytes(spec_.format, Cols(piece.part)), 16);
+  return RoundUp(matrices * piece.rows * RowBytes(FormatOf(piece.part), Cols(piece.part)), 16);
 }
 
 StagedRows FragmentStager::View(const FragmentPiece& piece, const uint8_t* staged) const {
   StagedRows rows;
   rows.part = piece.part;
   rows.rows = static_cast<int>(piece.rows);
-  rows.code_bytes = static_cast<int>(CodeBytes(spec_.format, Cols(piece.part)));
-  rows.scale_bytes = static_cast<int>(ScaleBytes(spec_.format, Cols(piece.part)));
+  rows.code_bytes = static_cast<int>(CodeBytes(FormatOf(piece.part), Cols(piece.part)));
+  rows.scale_bytes = static_cast<int>(ScaleBytes(FormatOf(piece.part), Cols(piece.part)));
   rows.codes = staged;
   rows.scales = staged + (piece.part == FragmentPart::kGateUp ? 2 : 1) * piece.rows * rows.code_bytes;
   return rows;

@@ -34,7 +34,8 @@ class FragmentStager {
   FragmentStager(FragmentStager&&) = default;
   FragmentStager& operator=(FragmentStager&&) = default;
 
-  /// Where the row blocks of the GEMM that the piece belongs to stand.
+  /// Of the GEMM that the piece belongs to, and where its row blocks stand.
+  FragmentFormat FormatOf(const FragmentPiece& piece) const { return FormatOf(piece.part); }
   FragmentPlaces PlacesOf(const FragmentPiece& piece) const;
   /// The fewest bytes that hold any piece of such an expert.
   static int64_t FewestBytes(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated);
@@ -58,10 +59,12 @@ class FragmentStager {
   FragmentStager(const CanonicalExpert& expert, const FragmentSpec& spec, std::vector<int32_t> input_order,
                  std::vector<int32_t> mid_order);
   bool gated() const { return gated_; }
+  FragmentFormat FormatOf(FragmentPart part) const {
+    return part == FragmentPart::kDown ? spec_.format : spec_.gate_up_format();
+  }
   int64_t Cols(FragmentPart part) const { return part == FragmentPart::kDown ? intermediate_ : hidden_; }
 
   FragmentSpec spec_;
-  FragmentTraits traits_;
   bool gated_;
   int64_t hidden_, intermediate_;
   std::vector<int32_t> input_order_, mid_order_;

@@ -288,7 +288,7 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
     FMOE_ASSIGN_OR_RETURN(narrow.codes,
                           MovedCodes(matrix, shift, 1 << PanelBits(stored), narrow.format.element));
   }
-  if (narrow.format.super_cols != format.super_cols) {
+  if (narrow.format.super_cols != 0 && narrow.format.super_cols != format.super_cols) {
     FMOE_RETURN_IF_ERROR(CheckSuperScales(narrow));
   }
   return narrow;

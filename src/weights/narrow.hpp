@@ -22,6 +22,12 @@ constexpr int PanelBits(const StoredIntegers& stored) {
   return held ? stored.bits : stored.bits <= 4 ? 4 : 8;
 }
 
+/// For layouts that have one scale a group and a byte or a nibble a code: what such a matrix needs there.
+constexpr StoredIntegers WithoutLevels(StoredIntegers stored) {
+  stored.super_cols = 0;
+  return stored;
+}
+
 /// The format of such a matrix; `format`: the one that it has in the layer.
 WeightFormat NarrowFormat(const WeightFormat& format, const StoredIntegers& stored);
 

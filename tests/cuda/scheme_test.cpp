@@ -8,8 +8,10 @@
 #include "conformance/drawn_case.hpp"
 #include "cuda/card.hpp"
 #include "cuda/layer_batch.hpp"
+#include "numerics/rows.hpp"
 #include "support/float_zeros.hpp"
 #include "support/relative_l2.hpp"
+#include "support/stored_integers.hpp"
 #include "support/tensors.hpp"
 
 namespace fusedmoe {
@@ -23,6 +25,9 @@ using testing_support::MakeRandomRouting;
 using testing_support::MakeZerosFloats;
 using testing_support::RandomRows;
 using testing_support::ShuffleGroups;
+using testing_support::StoreAs;
+using testing_support::StoredAroundCenter;
+using testing_support::StoredWithMinima;
 
 #ifdef FMOE_ALL_CUDA_TESTS
 constexpr uint64_t kRounds = 12;
@@ -219,6 +224,56 @@ TEST(CudaOffsets, LayersOfGguf_WithinTheBound) {
       }
     }
   }
+}
+
+/// Gate and up stored in fewer bits than down, as layers of GGUF and MLX have them: a format for each GEMM.
+TEST(CudaOffsets, GateAndUpOfFewerBits_WithinTheBound) {
+  FMOE_SKIP_WITHOUT_CARD();
+  const auto check = [](const char* scheme, const StoredIntegers& stored, const std::string& gate_up) {
+    if (BuiltSchemes({scheme}).empty()) {
+      return;
+    }
+    DrawnCase drawn = SmallLayer(scheme, 6, 3);
+    drawn.source.scheme.weight.zero_point_dtype = DType::kF32;
+    drawn.source.scheme.weight.block_scale_dtype = DType::kF32;
+    drawn.source.load = [load = drawn.source.load, &stored](int64_t index) -> Result<CanonicalExpert> {
+      FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+      std::mt19937 random(static_cast<unsigned>(index));
+      for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+        MakeZerosFloats(*matrix, random);
+        Tensor scales = *Tensor::Allocate(DType::kF32, matrix->block_scale.shape());
+        for (int64_t row = 0; row < scales.dim(0); ++row) {
+          DecodeRow(matrix->block_scale.dtype(),
+                    matrix->block_scale.view().data() + row * matrix->block_scale.view().stride_bytes(0), 0,
+                    scales.dim(1), scales.mutable_view().as<float>() + row * scales.dim(1));
+        }
+        matrix->block_scale = std::move(scales);
+        matrix->format.block_scale_dtype = DType::kF32;
+        if (matrix != &expert.down) {
+          StoreAs(stored, *matrix);
+        }
+      }
+      return expert;
+    };
+    for (const int64_t tokens : {1, 21, 900}) {
+      drawn.tokens = tokens;
+      SCOPED_TRACE(testing::Message() << drawn << " with " << gate_up);
+      for (const char* mode : {"latency", "throughput"}) {
+        EXPECT_TRUE((tokens == 900 && *mode == 'l') || Check(drawn, ActivationFormatKind::kStandard, mode))
+            << mode;
+      }
+      EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
+    }
+    LayerOptions options;
+    options.device = "cuda";
+    const auto layer = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, options);
+    ASSERT_TRUE(layer.ok()) << layer.status().message();
+    EXPECT_NE((*layer)->plan().recipe.back().find("fragment(" + gate_up), std::string::npos)
+        << (*layer)->plan().recipe.back();
+  };
+  check("int8_w8a16:g16", StoredWithMinima(4, 32), "int4_g32_offset");
+  check("int8_w8a16:g32", StoredWithMinima(4, 64), "int4_g32_offset");
+  check("int8_w8a16:g16", StoredAroundCenter(3, 16), "int4_g16_offset");
 }
 
 TEST(CudaActivationOrder, EveryGroupedScheme_WithinTheBound) {

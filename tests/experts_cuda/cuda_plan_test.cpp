@@ -6,6 +6,7 @@
 #include "weights/fragment_offsets.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 
 #include <gtest/gtest.h>
@@ -14,6 +15,7 @@
 
 #include "platform/cuda/card.hpp"
 #include "support/mlx_checkpoint.hpp"
+#include "support/stored_integers.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -64,11 +66,13 @@ TEST(CudaPlan, Objections_HopperAndASchemeOfTheTable_None) {
 /// As a layer of its checkpoint asks.
 TEST(CudaPlan, AffineExpertsOfMlx_AreFragmentsOfOffsets) {
   using testing_support::MlxBits;
-  for (const auto& [gate_up, down, format] :
-       {std::tuple(MlxBits{4, 64}, MlxBits{4, 64}, FragmentFormat::kInt4Offset32),
-        std::tuple(MlxBits{3, 128}, MlxBits{2, 32}, FragmentFormat::kInt4Offset32),
-        std::tuple(MlxBits{8, 64}, MlxBits{8, 64}, FragmentFormat::kInt8Offset32),
-        std::tuple(MlxBits{4, 128}, MlxBits{6, 64}, FragmentFormat::kInt8Offset32)}) {
+  constexpr FragmentFormat kFour = FragmentFormat::kInt4Offset32, kEight = FragmentFormat::kInt8Offset32;
+  for (const auto& [gate_up, down, gate_up_format, down_format] :
+       {std::tuple(MlxBits{4, 64}, MlxBits{4, 64}, kFour, kFour),
+        std::tuple(MlxBits{3, 128}, MlxBits{2, 32}, kFour, kFour),
+        std::tuple(MlxBits{8, 64}, MlxBits{8, 64}, kEight, kEight),
+        std::tuple(MlxBits{4, 128}, MlxBits{6, 64}, kFour, kEight),
+        std::tuple(MlxBits{8, 64}, MlxBits{4, 64}, kEight, kEight)}) {
     const testing_support::MlxCheckpoint written({.gate = gate_up, .up = gate_up, .down = down});
     const auto checkpoint = Checkpoint::Open(written.path());
     ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
@@ -78,9 +82,55 @@ TEST(CudaPlan, AffineExpertsOfMlx_AreFragmentsOfOffsets) {
     TakeFeatures(*source->load(0), problem);
     EXPECT_TRUE(Objections(problem, Hopper()).empty());
     const CudaPlan plan = MakeCudaPlan(problem, Hopper());
-    EXPECT_EQ(plan.spec.format, format);
+    EXPECT_EQ(plan.spec.gate_up_format(), gate_up_format);
+    EXPECT_EQ(plan.spec.format, down_format);
     EXPECT_FALSE(plan.decoded);
   }
+}
+
+/// Layers of GGUF whose down has more bits than gate and up: bytes in the shortest groups, of which gate and
+/// up go back to four bits where kernels take both.
+TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
+  using testing_support::StoredAroundCenter;
+  using testing_support::StoredWithMinima;
+  const auto problem_of = [](const char* scheme, const StoredIntegers& gate_up) {
+    MoeProblem problem = Problem(scheme);
+    problem.weights_have_zero_points = true;
+    problem.scheme.weight.zero_point_dtype = DType::kF32;
+    problem.weights_scale_dtype = DType::kF32;
+    problem.gate_up_stored = gate_up;
+    return problem;
+  };
+  const auto expect = [](const MoeProblem& problem, std::optional<FragmentFormat> gate_up,
+                         FragmentFormat down) {
+    EXPECT_TRUE(Objections(problem, Hopper()).empty());
+    const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+    EXPECT_EQ(plan.spec.own_gate_up, gate_up) << plan.spec.ToString();
+    EXPECT_EQ(plan.shape.own_gate_up, gate_up);
+    EXPECT_EQ(plan.spec.format, down) << plan.spec.ToString();
+    return plan;
+  };
+  constexpr FragmentFormat kBytes16 = FragmentFormat::kInt8Offset16, kBytes32 = FragmentFormat::kInt8Offset32;
+  StoredIntegers q4_k = StoredWithMinima(4, 32), q3_k = StoredAroundCenter(3, 16);
+  q4_k.super_cols = q3_k.super_cols = 256;
+  const CudaPlan plan = expect(problem_of("int8_w8a16:g16", q4_k), FragmentFormat::kInt4Offset32, kBytes16);
+  const CudaPlan wide = expect(problem_of("int8_w8a16:g16", {}), std::nullopt, kBytes16);
+  expect(problem_of("int8_w8a16:g32", q4_k), FragmentFormat::kInt4Offset32, kBytes32);
+  expect(problem_of("int8_w8a16:g16", q3_k), FragmentFormat::kInt4Offset16, kBytes16);
+  // 5 and 10 bits a weight, two thirds of them gate and up.
+  EXPECT_NEAR(static_cast<double>(DeviceWeightBytes(plan)) / static_cast<double>(DeviceWeightBytes(wide)),
+              (2 * 5.0 + 10.0) / 30.0, 0.001);
+  EXPECT_NE(CudaRecipe(plan).back().find("int4_g32_offset"), std::string::npos) << CudaRecipe(plan).back();
+  EXPECT_NE(CudaRecipe(plan).back().find("int8_g16_offset"), std::string::npos) << CudaRecipe(plan).back();
+  // Nothing to gain, or nothing to run it with.
+  expect(problem_of("int8_w8a16:g16", StoredWithMinima(5, 32)), std::nullopt, kBytes16);
+  StoredIntegers iq4 = q4_k;
+  iq4.codebook = Codebook::kIq4;
+  expect(problem_of("int8_w8a16:g16", iq4), std::nullopt, kBytes16);
+  expect(problem_of("int8_w8a16:g32", StoredAroundCenter(4, 32)), std::nullopt, kBytes32);
+  MoeProblem smoothed = problem_of("int8_w8a16:g16", q4_k);
+  smoothed.weights_have_pre_quant_scale = true;
+  expect(smoothed, std::nullopt, kBytes16);
 }
 
 TEST(CudaPlan, Objections_KernelsLeftOutOfTheBuild_RefusedByFormat) {
@@ -202,7 +252,7 @@ TEST(CudaPlan, BatchInvariant_OneTileAndOneKindOfProductsForEveryCall) {
     for (int64_t rows = 1; rows <= plan.max_rows; rows = rows * 3 + 1) {
       const PrefillPlan prefill = PlanPrefill(plan.shape, rows, plan.mid, plan.limits);
       EXPECT_EQ(ModeName(plan, rows), "throughput") << scheme << " " << rows;
-      EXPECT_EQ(prefill.tile_tokens, 64) << scheme << " " << rows;
+      EXPECT_EQ(std::max(prefill.tile_tokens[0], prefill.tile_tokens[1]), 64) << scheme << " " << rows;
       EXPECT_FALSE(prefill.codes) << scheme << " " << rows;
     }
   }

@@ -48,9 +48,9 @@ void ExpectSound(const LayerShape& shape, int64_t tokens, const DeviceLimits& li
     EXPECT_EQ(row % 128, 16) << what << ": rows on different banks";
     // A list's rows and the row of zeros fit, so that every segment takes at least one list.
     EXPECT_LE((plan.list_tokens + 1) * row, plan.rows_bytes) << what;
-    EXPECT_EQ((phase.total_chunks - 1) * plan.slabs + phase.tail_slabs, slabs) << what;
+    EXPECT_EQ((phase.total_chunks - 1) * plan.slabs[i] + phase.tail_slabs, slabs) << what;
     EXPECT_GT(phase.tail_slabs, 0) << what;
-    EXPECT_LE(phase.tail_slabs, plan.slabs) << what;
+    EXPECT_LE(phase.tail_slabs, plan.slabs[i]) << what;
     EXPECT_EQ(phase.tail_slabs % FragmentTraitsOf(shape.format).unit_slabs(), 0) << what << ": whole units";
     // Every split has a chunk, all splits have all of them.
     EXPECT_LT((phase.splits.divisor - 1) * phase.chunks.divisor, phase.total_chunks) << what;
@@ -85,6 +85,37 @@ TEST(DecodePlan, AnyShape_WhatTheKernelReliesOnHolds) {
       }
     }
   }
+}
+
+/// Gate and up of fewer bits than down: each GEMM has chunks of its own, in slots that hold both.
+TEST(DecodePlan, PairsOfFormats_WhatTheKernelReliesOnHolds) {
+  int pairs = 0;
+  for (const FragmentFormat gate_up : AllFormats()) {
+    for (const FragmentFormat down : AllFormats()) {
+      LayerShape shape = Shape(down, 2048, 768, 128, 8);
+      shape.own_gate_up = gate_up;
+      const DecodePlan plan = PlanDecode(shape, 8, MidKind::kRounded, {});
+      const std::string what =
+          std::string(FragmentTraitsOf(gate_up).name) + " and " + FragmentTraitsOf(down).name;
+      ASSERT_EQ(plan.fits, IsFragmentPair(gate_up, down)) << what;
+      if (!plan.fits) {
+        EXPECT_NE(plan.why_not.find(what.substr(0, what.find(' '))), std::string::npos) << plan.why_not;
+        continue;
+      }
+      ++pairs;
+      EXPECT_FALSE(PlanDecode(shape, 8, MidKind::kQuantized, {}).fits) << what << ": no such kernel";
+      EXPECT_LT(shape.gate_up_expert_bytes(), Shape(down, 2048, 768, 128, 8).gate_up_expert_bytes()) << what;
+      for (const auto& [hidden, intermediate] :
+           {std::pair{2048, 768}, {2880, 2880}, {130, 67}, {4096, 14336}, {7168, 2048}}) {
+        shape.hidden = hidden, shape.intermediate = intermediate;
+        for (const int64_t tokens : {1, 8, 37, 64}) {
+          ExpectSound(shape, tokens, {}, what + " " + std::to_string(hidden) + " M" + std::to_string(tokens));
+          EXPECT_TRUE(PlanDecode(shape, tokens, MidKind::kRounded, {}).fits) << what << " " << hidden;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(pairs, 3);
 }
 
 TEST(DecodePlan, LayersInUse_FitUpTo64Tokens) {

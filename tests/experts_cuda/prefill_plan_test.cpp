@@ -51,8 +51,22 @@ TEST(PrefillPlan, ScaleOverTheBatch_TakesOnePass) {
 
 TEST(PrefillPlan, TileFollowsTokensAnExpert) {
   const LayerShape shape = Shape(FragmentFormat::kNvfp4, 2048, 768, 128, 8);
-  EXPECT_EQ(PlanPrefill(shape, 512, MidKind::kRounded, {}).tile_tokens, 64);
-  EXPECT_EQ(PlanPrefill(shape, 4096, MidKind::kRounded, {}).tile_tokens, 128);
+  for (const int gemm : {0, 1}) {
+    EXPECT_EQ(PlanPrefill(shape, 512, MidKind::kRounded, {}).tile_tokens[gemm], 64);
+    EXPECT_EQ(PlanPrefill(shape, 4096, MidKind::kRounded, {}).tile_tokens[gemm], 128);
+  }
+}
+
+/// Bytes with offsets have no tiles of 128 tokens; gate and up of four bits beside them have.
+TEST(PrefillPlan, TilesOfEachGemm_FollowItsFormat) {
+  LayerShape shape = Shape(FragmentFormat::kInt8Offset16, 2048, 768, 128, 8);
+  EXPECT_EQ(PlanPrefill(shape, 4096, MidKind::kRounded, {}).tile_tokens[0], 64);
+  shape.own_gate_up = FragmentFormat::kInt4Offset32;
+  const PrefillPlan plan = PlanPrefill(shape, 4096, MidKind::kRounded, {});
+  EXPECT_EQ(plan.tile_tokens[0], 128);
+  EXPECT_EQ(plan.tile_tokens[1], 64);
+  shape.batch_invariant = true;
+  EXPECT_EQ(PlanPrefill(shape, 4096, MidKind::kRounded, {}).tile_tokens[0], 64);
 }
 
 TEST(PrefillPlan, Codes_StandInWholeSlabsAndAreQuantizedWhereTheirScalesAreAtHand) {
@@ -125,7 +139,7 @@ TEST(PrefillPlan, Values_AreQuantizedInTheTileUnlessTheirScalesActOnSums) {
   EXPECT_LT(in_tile.scratch_bytes, by_row.scratch_bytes);
   EXPECT_FALSE(in_tile.rows_f32 || by_row.rows_f32);
   const PrefillPlan few = PlanPrefill(shape, 64, MidKind::kQuantizedInTile, {});
-  EXPECT_TRUE(few.tile_tokens == 64 && !few.fused_mid && few.activated);
+  EXPECT_TRUE(few.tile_tokens[0] == 64 && !few.fused_mid && few.activated);
   shape.activation.kind = ActivationKind::kGelu;
   const PrefillPlan other = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
   EXPECT_TRUE(!other.fused_mid && !other.activated);
@@ -149,7 +163,7 @@ TEST(PrefillPlan, GroupsOf128BesideBlocksOf32_AreQuantizedBetweenTheGemms) {
     const PrefillPlan plan = PlanPrefill(shape, 4096, MidKindOf(activation), {});
     ASSERT_TRUE(plan.fits) << plan.why_not;
     EXPECT_TRUE(!plan.codes && !plan.fused_mid && plan.activated && !plan.rows_f32) << DTypeName(scale);
-    EXPECT_EQ(plan.tile_tokens, 128);
+    EXPECT_EQ(plan.tile_tokens[0], 128);
   }
 }
 
@@ -161,7 +175,7 @@ TEST(PrefillPlan, EveryFormat_TakesATileThatHasAKernel) {
       shape.activation.kind = kind;                                                                    \
       const PrefillPlan plan = PlanPrefill(shape, 4096, mid, {});                                      \
       const bool f32 = plan.rows_f32 || !plan.fused_mid;                                               \
-      EXPECT_TRUE(plan.tile_tokens == 64 ||                                                            \
+      EXPECT_TRUE(plan.tile_tokens[0] == 64 ||                                                         \
                   (HasLargeTiles(FragmentFormat::id) && !(f32 && PromotesGroups(FragmentFormat::id)))) \
           << name;                                                                                     \
     }                                                                                                  \

@@ -2,7 +2,9 @@
 #include <utility>
 
 #include "fragment_case.hpp"
+#include "support/stored_integers.hpp"
 #include "weights/fragment_stager.hpp"
+#include "weights/narrow.hpp"
 
 /// Experts in pieces, as uploads stage and arrange them.
 namespace fusedmoe::fragment_test {
@@ -69,13 +71,65 @@ TEST(Fragment, Pieces_ArrangeToTheBlocksOfTheExpert) {
         auto* staged = reinterpret_cast<uint8_t*>(buffer.data());
         stager->Stage(piece, staged, nan_rows);
         const bool is_down = piece.part == FragmentPart::kDown;
-        Arrange(spec.format, stager->View(piece, staged), piece, stager->PlacesOf(piece),
+        Arrange(stager->FormatOf(piece), stager->View(piece, staged), piece, stager->PlacesOf(piece),
                 (is_down ? down : gate_up).data());
       }
       EXPECT_EQ(gate_up, packed.gate_up) << c.scheme << " " << bytes;
       EXPECT_EQ(down, packed.down) << c.scheme << " " << bytes;
     }
     EXPECT_EQ(stager->Cut(int64_t{1} << 30).size(), 2U) << c.scheme << ": one a GEMM";
+  }
+}
+
+/// Gate and up in fewer bits than down: the blocks of two layers, one of either format.
+TEST(Fragment, TwoFormats_ArrangeToTheBlocksOfEach) {
+  const Case bytes{"int8_w8a16:g16", FragmentFormat::kInt8Offset16, true, DType::kF32, true};
+  std::mt19937 generator(43);
+  CanonicalExpert wide = RandomExpert(bytes, 384, 320, true, generator);
+  for (CanonicalMatrix* matrix : {&wide.gate, &wide.up, &wide.down}) {
+    matrix->format.block_scale_dtype = DType::kF32;
+    matrix->block_scale = RandomFloats(DType::kF32, matrix->block_scale.shape(), generator, 0.01F, 0.02F);
+    testing_support::StoreAs(testing_support::StoredWithMinima(4, 32), *matrix);
+  }
+  CanonicalExpert four = wide, mixed = wide;
+  for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
+    const Result<CanonicalMatrix> narrow = Narrow(wide.*matrix);
+    ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
+    four.*matrix = *narrow;
+  }
+  mixed.gate = four.gate, mixed.up = four.up;
+  FragmentSpec both = *ChooseFragmentSpec(wide.up.format, true);
+  Packed of_bytes = Allocate(both, 384, 320, true);
+  ASSERT_TRUE(PackFragmentExpert(wide, both, of_bytes.view()).ok());
+  both.own_gate_up = FragmentFormat::kInt4Offset32;
+  ASSERT_EQ(*ChooseFragmentSpec(four.up.format, true), both.OfGateUp());
+  Packed of_four = Allocate(both.OfGateUp(), 384, 320, true), packed = Allocate(both, 384, 320, true);
+  ASSERT_TRUE(PackFragmentExpert(four, both.OfGateUp(), of_four.view()).ok());
+  ASSERT_TRUE(PackFragmentExpert(mixed, both, packed.view()).ok());
+  EXPECT_EQ(packed.gate_up, of_four.gate_up);
+  EXPECT_EQ(packed.gate_up_tensor, of_four.gate_up_tensor);
+  EXPECT_EQ(packed.gate_up_bias, of_four.gate_up_bias);
+  EXPECT_EQ(packed.down, of_bytes.down);
+  EXPECT_EQ(packed.down_tensor, of_bytes.down_tensor);
+  EXPECT_EQ(UnpackFragmentExpert(both, packed.view(), mixed).code(), StatusCode::kUnsupported);
+  const auto stager = FragmentStager::Create(mixed, both);
+  ASSERT_TRUE(stager.ok());
+  const int64_t fewest = FragmentStager::FewestBytes(both, 384, 320, true);
+  for (const int64_t most : {fewest, 3 * fewest}) {
+    std::vector<uint8_t> gate_up(packed.gate_up.size(), 0xee), down(packed.down.size(), 0xee);
+    std::vector<int64_t> nan_rows;
+    for (const FragmentPiece& piece : stager->Cut(most)) {
+      ASSERT_LE(stager->StagedBytes(piece), most);
+      std::vector<uint32_t> buffer(static_cast<size_t>(stager->StagedBytes(piece)) / 4);
+      auto* staged = reinterpret_cast<uint8_t*>(buffer.data());
+      stager->Stage(piece, staged, nan_rows);
+      const bool is_down = piece.part == FragmentPart::kDown;
+      EXPECT_EQ(stager->FormatOf(piece), is_down ? both.format : both.gate_up_format());
+      Arrange(stager->FormatOf(piece), stager->View(piece, staged), piece, stager->PlacesOf(piece),
+              (is_down ? down : gate_up).data());
+    }
+    EXPECT_EQ(gate_up, packed.gate_up) << most;
+    EXPECT_EQ(down, packed.down) << most;
   }
 }
 

@@ -15,6 +15,7 @@
 #include "platform/cuda/card.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "weights/fragment_offsets.hpp"
+#include "weights/narrow.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -62,6 +63,23 @@ void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
   }
 }
 
+/// The layout of the weights. Gate and up have a format of their own where they were stored in fewer bits
+/// than the layer's and kernels take both together: no more than four bits, beside down of five to eight.
+Result<FragmentSpec> LayoutOf(const MoeProblem& problem) {
+  const WeightFormat weight = WeightsOf(problem);
+  FMOE_ASSIGN_OR_RETURN(FragmentSpec spec, ChooseFragmentSpec(weight, problem.weights_have_zero_points));
+  const StoredIntegers stored = WithoutLevels(problem.gate_up_stored);
+  if (stored.bits == 0 || stored.codebook != Codebook::kNone || ActivationOf(problem).quantized() ||
+      problem.weights_have_pre_quant_scale || problem.weights_have_group_index) {
+    return spec;
+  }
+  const Result<FragmentSpec> narrow = ChooseFragmentSpec(NarrowFormat(weight, stored), stored.zero_points);
+  if (narrow.ok() && IsFragmentPair(narrow->format, spec.format)) {
+    spec.own_gate_up = narrow->format;
+  }
+  return spec;
+}
+
 /// F32 weights, and integers that fragments do not hold, which are decoded to such: groups that are no
 /// multiple of 16, zero points of channels that are no codes.
 bool IsFloat32(const MoeProblem& problem) {
@@ -69,13 +87,12 @@ bool IsFloat32(const MoeProblem& problem) {
   if (!weight.quantized()) {
     return weight.element == DType::kF32;
   }
-  return IsIntegerCode(weight.element) &&
-         !ChooseFragmentSpec(weight, problem.weights_have_zero_points).ok() &&
-         !ActivationOf(problem).quantized() && !problem.weights_have_pre_quant_scale;
+  return IsIntegerCode(weight.element) && !LayoutOf(problem).ok() && !ActivationOf(problem).quantized() &&
+         !problem.weights_have_pre_quant_scale;
 }
 
 void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
-  const Result<FragmentSpec> spec = ChooseFragmentSpec(WeightsOf(problem), problem.weights_have_zero_points);
+  const Result<FragmentSpec> spec = LayoutOf(problem);
   if (!spec.ok() && !IsFloat32(problem)) {
     Refuse(verdicts, Reason::kScheme, spec.status().message(), problem.scheme.name,
            "F32, BF16, F16, FP8, MXFP8, NVFP4, MXFP4, INT4 or INT8 weights");
@@ -185,9 +202,7 @@ bool TokensCarryFactor(const CudaPlan& plan) {
 CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   const MoeConfig& config = problem.config;
   CudaPlan plan;
-  if (const Result<FragmentSpec> spec =
-          ChooseFragmentSpec(WeightsOf(problem), problem.weights_have_zero_points);
-      spec.ok()) {
+  if (const Result<FragmentSpec> spec = LayoutOf(problem); spec.ok()) {
     plan.spec = *spec;
   }
   plan.float32 = IsFloat32(problem);
@@ -201,6 +216,7 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   plan.shape.top_k = config.top_k();
   plan.shape.activation = config.activation;
   plan.shape.format = plan.spec.format;
+  plan.shape.own_gate_up = plan.spec.own_gate_up;
   plan.shape.batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
   plan.shape.group_scales = plan.activation.quantized() && HasGroupScale(plan.activation);
   plan.shape.code_tokens = IsCodeOperand(plan.spec.format, plan.activation);
@@ -270,10 +286,14 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
     Refuse(verdicts, Reason::kMemory, "weights and workspace exceed the memory of the card",
            fmt::format("{} bytes", needed), fmt::format("at most {} bytes", machine.cuda->memory_bytes));
   }
-  if (!plan.float32 && !HasKernels(plan.shape.format)) {
-    const char* name = FragmentTraitsOf(plan.shape.format).name;
+  for (const FragmentFormat format : {plan.shape.gate_up_format(), plan.shape.format}) {
+    if (plan.float32 || HasKernels(format)) {
+      continue;
+    }
+    const char* name = FragmentTraitsOf(format).name;
     Refuse(verdicts, Reason::kNotBuilt, fmt::format("the kernels for {} were left out of this build", name),
            "FMOE_CUDA_FORMATS without it", fmt::format("FMOE_CUDA_FORMATS empty, or with {}", name));
+    break;
   }
   return verdicts;
 }

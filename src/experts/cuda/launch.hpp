@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include <fusedmoe/config.hpp>
@@ -25,6 +26,22 @@ struct DeviceLimits {
   bool operator==(const DeviceLimits&) const = default;
 };
 
+/// Formats of gate and up, and of down, that decode kernels take together: layers whose gate and up were
+/// stored in four bits and down in five to eight. Each pair costs as much compile time as half a format.
+#define FMOE_FRAGMENT_PAIRS(X)                             \
+  X(kInt4Offset32, kInt8Offset16) /* Q4_K and Q6_K */      \
+  X(kInt4Offset32, kInt8Offset32) /* Q4_K and Q5_K; MLX */ \
+  X(kInt4Offset16, kInt8Offset16) /* Q3_K and Q5_K */
+constexpr bool IsFragmentPair(FragmentFormat gate_up, FragmentFormat down) {
+#define FMOE_IS_PAIR(first, second)                                         \
+  if (gate_up == FragmentFormat::first && down == FragmentFormat::second) { \
+    return true;                                                            \
+  }
+  FMOE_FRAGMENT_PAIRS(FMOE_IS_PAIR)
+#undef FMOE_IS_PAIR
+  return false;
+}
+
 /// A layer as the kernels see it. Sizes are the logical ones; padding follows from the fragment layout.
 struct LayerShape {
   int64_t hidden = 0;
@@ -34,6 +51,7 @@ struct LayerShape {
   int64_t top_k = 1;
   ActivationSpec activation;
   FragmentFormat format = FragmentFormat::kBf16;
+  std::optional<FragmentFormat> own_gate_up;  ///< of gate and up, where `format` is that of down alone
   bool group_scales = false;  ///< tokens carry F32 scales of groups of 128 (TokenRows.group_scale)
   bool code_tokens =
       false;  ///< activations are codes like the weights', under scales of sums (IsCodeOperand)
@@ -41,13 +59,18 @@ struct LayerShape {
   bool batched = false;  ///< BatchedExperts: rows of expert e are e * rows_per_expert ..., see ExpertsCall
 
   bool gated() const { return activation.gated(); }
-  int64_t hidden_cols() const { return FragmentCols(format, hidden); }  ///< K of the first GEMM, stored
+  FragmentFormat gate_up_format() const { return own_gate_up.value_or(format); }
+  int64_t hidden_cols() const {
+    return FragmentCols(gate_up_format(), hidden);
+  }  ///< K of the first GEMM, stored
   int64_t mid_cols() const { return FragmentCols(format, intermediate); }
   int64_t mid_rows() const { return FragmentIntermediate(intermediate); }  ///< outputs of the first GEMM
   int64_t gate_up_blocks() const { return GateUpBlocks(intermediate, gated()); }
   int64_t down_blocks() const { return DownBlocks(hidden); }
   int64_t down_rows() const { return down_blocks() * kFragmentRows; }
-  FragmentPlaces gate_up_places() const { return FragmentPlacesOf(format, gate_up_blocks(), hidden); }
+  FragmentPlaces gate_up_places() const {
+    return FragmentPlacesOf(gate_up_format(), gate_up_blocks(), hidden);
+  }
   FragmentPlaces down_places() const { return FragmentPlacesOf(format, down_blocks(), intermediate); }
   int64_t gate_up_expert_bytes() const { return gate_up_places().bytes; }
   int64_t down_expert_bytes() const { return down_places().bytes; }
@@ -167,12 +190,13 @@ struct DecodePlan {
   bool fits = false;
   std::string why_not;  ///< when it does not fit: actual and required values
 
-  int token_tile = 1;     ///< MMA columns / 8: 8 or 16 tokens a list
-  int slabs = 4;          ///< slabs of a chunk (one bulk copy)
-  int slots = 2;          ///< ring slots of a warp
-  int list_tokens = 8;    ///< tokens of a list; an expert with more has several
-  int splits = 1;         ///< cuts of the second GEMM's K
-  bool by_token = false;  ///< all tokens stay in shared memory during the first GEMM
+  int token_tile = 1;      ///< MMA columns / 8: 8 or 16 tokens a list
+  int slabs[2] = {4, 4};   ///< slabs of a chunk (one bulk copy) of each GEMM
+  int slots = 2;           ///< ring slots of a warp
+  int64_t slot_bytes = 0;  ///< of a chunk of either GEMM
+  int list_tokens = 8;     ///< tokens of a list; an expert with more has several
+  int splits = 1;          ///< cuts of the second GEMM's K
+  bool by_token = false;   ///< all tokens stay in shared memory during the first GEMM
   int grid = 0;
   int64_t rows_bytes = 0;    ///< shared memory for token rows
   int64_t tokens_bytes = 0;  ///< and for all tokens as they come, where operands are made of them; or 0
@@ -213,12 +237,12 @@ struct PrefillPlan {
   bool fits = false;
   std::string why_not;  ///< when it does not fit: actual and required values
 
-  int tile_tokens = 64;      ///< 64 or 128
-  int64_t chunk_tokens = 0;  ///< tokens of one pass; a call with more takes several
-  int64_t panel_rows = 0;    ///< rows of the token panels of a pass: routes, and 8 for every expert
-  bool fused_mid = false;    ///< the first GEMM activates and writes the panel of the second itself
-  bool activated = false;    ///< it activates, and F32 rows wait for their scales
-  bool rows_f32 = false;     ///< the second GEMM's rows are F32, not BF16
+  int tile_tokens[2] = {64, 64};  ///< 64 or 128, of each GEMM
+  int64_t chunk_tokens = 0;       ///< tokens of one pass; a call with more takes several
+  int64_t panel_rows = 0;         ///< rows of the token panels of a pass: routes, and 8 for every expert
+  bool fused_mid = false;         ///< the first GEMM activates and writes the panel of the second itself
+  bool activated = false;         ///< it activates, and F32 rows wait for their scales
+  bool rows_f32 = false;          ///< the second GEMM's rows are F32, not BF16
   /// Token operands are codes, and the 8-bit units multiply them: sums of integers are exact, those of 128 k
   /// of e4m3 hold some 14 bits.
   bool codes = false;

@@ -153,8 +153,10 @@ DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights
                                     const ExpertsCall& call, const DecodePlan& plan,
                                     const DecodeOperands* operands);
 
-/// Starts the kernel of that format; `token_tile` and `slabs` as planned. One instantiation a .cu file.
+/// Starts the kernel of that format, or the one of a pair with it (FMOE_FRAGMENT_PAIRS); `token_tile` and
+/// `slabs` as planned. One instantiation a .cu file.
 template <FragmentFormat kFormat>
-Status LaunchDecodeKernel(const DecodeArguments& arguments, const DecodePlan& plan, void* stream);
+Status LaunchDecodeKernel(FragmentFormat gate_up, const DecodeArguments& arguments, const DecodePlan& plan,
+                          void* stream);
 
 }  // namespace fusedmoe::cuda

@@ -8,8 +8,8 @@ namespace {
 DecodePhase MakePhase(const LayerShape& shape, const DecodePlan& plan, const DeviceProjection& weights,
                       bool down) {
   DecodePhase phase;
-  const int64_t cols = down ? shape.mid_cols() : shape.hidden_cols();
-  const int64_t slabs = cols / kFragmentSlab, chunks = CeilDiv(slabs, plan.slabs);
+  const int64_t cols = down ? shape.mid_cols() : shape.hidden_cols(), chunk_slabs = plan.slabs[down ? 1 : 0];
+  const int64_t slabs = cols / kFragmentSlab, chunks = CeilDiv(slabs, chunk_slabs);
   const int64_t splits = down ? plan.splits : 1, split_chunks = CeilDiv(chunks, splits);
   phase.blocks = weights.blocks;
   phase.tensor_scale = weights.tensor_scale;
@@ -20,8 +20,8 @@ DecodePhase MakePhase(const LayerShape& shape, const DecodePlan& plan, const Dev
   phase.chunks = FastDiv::By(split_chunks);
   phase.splits = FastDiv::By(splits);
   phase.total_chunks = static_cast<int>(chunks);
-  phase.tail_slabs = static_cast<int>(slabs - (chunks - 1) * plan.slabs);
-  phase.split_k = static_cast<int>(splits == 1 ? cols : split_chunks * plan.slabs * kFragmentSlab);
+  phase.tail_slabs = static_cast<int>(slabs - (chunks - 1) * chunk_slabs);
+  phase.split_k = static_cast<int>(splits == 1 ? cols : split_chunks * chunk_slabs * kFragmentSlab);
   phase.padded_rows = static_cast<int>(down ? shape.down_rows() : shape.mid_rows());
   phase.row_quads = FastDiv::By(phase.split_k / 4);
   // A split may begin inside a group of 128.
@@ -36,12 +36,12 @@ void SetRows(DecodePhase& phase, const TokenRows& rows) {
   phase.cols = static_cast<int>(rows.cols);
 }
 
-Status LaunchFormat(FragmentFormat format, const DecodeArguments& arguments, const DecodePlan& plan,
+Status LaunchFormat(const LayerShape& shape, const DecodeArguments& arguments, const DecodePlan& plan,
                     void* stream) {
-  switch (format) {
+  switch (shape.format) {
 #define FMOE_DECODE_CASE(id, name, code, bits, scale, group) \
   case FragmentFormat::id:                                   \
-    return LaunchDecodeKernel<FragmentFormat::id>(arguments, plan, stream);
+    return LaunchDecodeKernel<FragmentFormat::id>(shape.gate_up_format(), arguments, plan, stream);
     FMOE_FRAGMENT_FORMATS(FMOE_DECODE_CASE)
 #undef FMOE_DECODE_CASE
   }
@@ -113,11 +113,10 @@ DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights
   arguments.output_dtype = call.output_dtype;
   arguments.counters = call.counters;
   arguments.slots = plan.slots;
-  const FragmentTraits traits = FragmentTraitsOf(shape.format);
   arguments.shared =
       MakeDecodeShared(plan.slots, static_cast<int>(plan.rows_bytes), static_cast<int>(plan.tokens_bytes),
                        static_cast<int>(routes), arguments.num_local_experts,
-                       plan.slabs / traits.unit_slabs() * traits.unit_bytes(), plan.token_tile);
+                       static_cast<int>(plan.slot_bytes), plan.token_tile);
   arguments.rows_bytes = static_cast<int>(plan.rows_bytes);
 #ifdef FMOE_DECODE_STAMPS
   arguments.stamps = g_decode_stamps;
@@ -140,8 +139,7 @@ Status LaunchDecode(const LayerShape& shape, const DeviceWeights& weights, const
   if (call.num_tokens == 0) {
     return Status::Ok();
   }
-  return LaunchFormat(shape.format, MakeDecodeArguments(shape, weights, call, plan, operands), plan,
-                      call.stream);
+  return LaunchFormat(shape, MakeDecodeArguments(shape, weights, call, plan, operands), plan, call.stream);
 }
 
 }  // namespace fusedmoe::cuda

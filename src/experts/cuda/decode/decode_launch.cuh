@@ -9,9 +9,9 @@
 
 namespace fusedmoe::cuda {
 
-template <FragmentFormat kFormat, bool kOperands, int kSlabs, int kTokenTile>
+template <FragmentFormat kGateUp, FragmentFormat kDown, bool kOperands, int kSlabs, int kTokenTile>
 Status LaunchOneDecode(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
-  const auto kernel = &DecodeKernel<kFormat, kOperands, kSlabs, kTokenTile>;
+  const auto kernel = &DecodeKernel<kGateUp, kDown, kOperands, kSlabs, kTokenTile>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(plan.shared_bytes));
   if (error == cudaSuccess) {
@@ -35,28 +35,43 @@ Status LaunchOneDecode(const DecodeArguments& arguments, const DecodePlan& plan,
   if (error == cudaSuccess) {
     return Status::Ok();
   }
-  return Status::System(std::string("launch of the decode kernel for ") + FragmentTraitsOf(kFormat).name +
+  return Status::System(std::string("launch of the decode kernel for ") + FragmentTraitsOf(kDown).name +
                         ": CUDA says " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
-template <FragmentFormat kFormat, bool kOperands>
+template <FragmentFormat kGateUp, FragmentFormat kDown, bool kOperands, int kSlabs>
 Status LaunchDecodeTile(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
+  return plan.token_tile == 1
+             ? LaunchOneDecode<kGateUp, kDown, kOperands, kSlabs, 1>(arguments, plan, stream)
+             : LaunchOneDecode<kGateUp, kDown, kOperands, kSlabs, 2>(arguments, plan, stream);
+}
+
+template <FragmentFormat kFormat, bool kOperands>
+Status LaunchDecodeSlabs(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
   constexpr ChunkSlabs kSlabs = DecodeChunkSlabs(kFormat);
   if constexpr (kSlabs.second != 0) {
-    if (plan.slabs == kSlabs.second) {
-      return plan.token_tile == 1
-                 ? LaunchOneDecode<kFormat, kOperands, kSlabs.second, 1>(arguments, plan, stream)
-                 : LaunchOneDecode<kFormat, kOperands, kSlabs.second, 2>(arguments, plan, stream);
+    if (plan.slabs[0] == kSlabs.second) {
+      return LaunchDecodeTile<kFormat, kFormat, kOperands, kSlabs.second>(arguments, plan, stream);
     }
   }
-  return plan.token_tile == 1 ? LaunchOneDecode<kFormat, kOperands, kSlabs.first, 1>(arguments, plan, stream)
-                              : LaunchOneDecode<kFormat, kOperands, kSlabs.first, 2>(arguments, plan, stream);
+  return LaunchDecodeTile<kFormat, kFormat, kOperands, kSlabs.first>(arguments, plan, stream);
 }
 
 template <FragmentFormat kFormat>
-Status LaunchDecodeKernel(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
-  return plan.makes_operands ? LaunchDecodeTile<kFormat, true>(arguments, plan, stream)
-                             : LaunchDecodeTile<kFormat, false>(arguments, plan, stream);
+Status LaunchDecodeKernel(FragmentFormat gate_up, const DecodeArguments& arguments, const DecodePlan& plan,
+                          void* stream) {
+#define FMOE_DECODE_PAIR(gate_up_id, down_id)                                                            \
+  if constexpr (FragmentFormat::down_id == kFormat) {                                                    \
+    constexpr FragmentFormat kGateUp = FragmentFormat::gate_up_id;                                       \
+    if (gate_up == kGateUp) {                                                                            \
+      return LaunchDecodeTile<kGateUp, kFormat, false, DecodeChunkSlabs(kGateUp).first>(arguments, plan, \
+                                                                                        stream);         \
+    }                                                                                                    \
+  }
+  FMOE_FRAGMENT_PAIRS(FMOE_DECODE_PAIR)
+#undef FMOE_DECODE_PAIR
+  return plan.makes_operands ? LaunchDecodeSlabs<kFormat, true>(arguments, plan, stream)
+                             : LaunchDecodeSlabs<kFormat, false>(arguments, plan, stream);
 }
 
 }  // namespace fusedmoe::cuda

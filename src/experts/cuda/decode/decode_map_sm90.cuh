@@ -83,17 +83,17 @@ __device__ __forceinline__ int RouteExpert(const DecodeArguments& args, int rout
 }
 
 /// The weight stream of a warp: a cursor over GEMMs, segments and runs of contiguous chunks of one size. All
-/// lanes keep it, one issues. kScaleBytes of a chunk's slot come from where scales stand apart.
-template <int kChunkBytes, int kSlabBytes, int kScaleBytes>
+/// lanes keep it, one issues.
+template <typename Chunks>
 struct WeightStream {
-  static constexpr int kStreamBytes = kChunkBytes - kScaleBytes;
+  static constexpr int kSlotBytes = Chunks::kSlotBytes, kScaleBytes = Chunks::kScaleBytes;
   const DecodeArguments& args;
   const DecodeMap& map;
   uint32_t ring, barriers;
   uint64_t policy;
   int warp, lane;
   int phase = 0, segment = -1, left = 0, list = 0, block = 0, chunk = 0;  ///< what comes after the run
-  int run = 0, bytes = kStreamBytes, slot = 0;
+  int run = 0, bytes = Chunks::StreamBytes(0), slot = 0;
   const uint8_t* pointer = nullptr;
   uint32_t scales = 0;  ///< from the first weight of the GEMM, in 16 bytes
 
@@ -119,14 +119,15 @@ struct WeightStream {
         block -= lists * f.blocks_per_expert.divisor;
       }
       const DecodePhase& f = args.phase[phase];
+      const int stream_bytes = Chunks::StreamBytes(phase), slab_bytes = Chunks::SlabBytes(phase);
       const int l = f.splits.Div(list), split = list - l * f.splits.divisor;
       const int split_first = split * f.chunks.divisor;
       // Chunks of this split that exist: the last split may have fewer.
       const int end = min(f.chunks.divisor, f.total_chunks - split_first);
-      const bool tail = split_first + end == f.total_chunks && f.tail_slabs * kSlabBytes != kStreamBytes;
+      const bool tail = split_first + end == f.total_chunks && f.tail_slabs * slab_bytes != stream_bytes;
       const uint8_t* const matrix = f.blocks + map.list_expert[l] * f.places.bytes;
-      pointer = matrix + f.places.Codes(block) + (split_first + chunk) * kStreamBytes;
-      bytes = kStreamBytes;
+      pointer = matrix + f.places.Codes(block) + (split_first + chunk) * stream_bytes;
+      bytes = stream_bytes;
       if constexpr (kScaleBytes > 0) {
         scales = static_cast<uint32_t>((map.list_expert[l] * f.places.bytes + f.places.Scales(block)) / 16 +
                                        split_first + chunk);
@@ -144,7 +145,7 @@ struct WeightStream {
         if (run > 1) {
           steps = --run;
         } else {
-          bytes = f.tail_slabs * kSlabBytes;
+          bytes = f.tail_slabs * slab_bytes;
         }
       }
       left -= steps, chunk += steps;
@@ -181,20 +182,20 @@ struct WeightStream {
 #ifdef FMOE_PLAIN_COPIES
     // For racecheck, which does not follow the copy engine: the same bytes to the same slot by the lanes.
     for (int at = 16 * lane; at < bytes; at += 16 * kWarpSize) {
-      *static_cast<uint4*>(__cvta_shared_to_generic(ring + slot * kChunkBytes + at)) =
+      *static_cast<uint4*>(__cvta_shared_to_generic(ring + slot * kSlotBytes + at)) =
           *reinterpret_cast<const uint4*>(pointer + at);
     }
     if (kScaleBytes > 0 && lane == 0) {
-      *static_cast<uint4*>(__cvta_shared_to_generic(ring + slot * kChunkBytes + kStreamBytes)) =
+      *static_cast<uint4*>(__cvta_shared_to_generic(ring + (slot + 1) * kSlotBytes - kScaleBytes)) =
           *reinterpret_cast<const uint4*>(ScalesOfChunk());
     }
     __syncwarp();
 #else
     if (ElectOne()) {
       BarrierExpect(barriers + 8 * slot, bytes);
-      BulkLoad(ring + slot * kChunkBytes, pointer, bytes, barriers + 8 * slot, policy);
+      BulkLoad(ring + slot * kSlotBytes, pointer, bytes, barriers + 8 * slot, policy);
       if constexpr (kScaleBytes > 0) {  // a second bulk copy: 1 to 2 % slower (M=8)
-        CopyAsync16(ring + slot * kChunkBytes + kStreamBytes, ScalesOfChunk());
+        CopyAsync16(ring + (slot + 1) * kSlotBytes - kScaleBytes, ScalesOfChunk());
         CopyAsyncArrive(barriers + 8 * slot);
       }
     }

@@ -25,13 +25,23 @@ int64_t RowStride(int64_t cols, bool group_scales) {
   return cols * 2 + 16 + (group_scales ? RoundUp(cols / 128 * 4, 128) : 0);
 }
 
-/// Five slabs a chunk where that leaves no shorter chunk and four would.
-int ChooseSlabs(const LayerShape& shape) {
+/// Five slabs a chunk where that leaves no shorter chunk and four would; of two formats as each has them.
+void ChooseSlabs(const LayerShape& shape, int (&slabs)[2]) {
+  if (shape.own_gate_up) {
+    slabs[0] = DecodeChunkSlabs(*shape.own_gate_up).first;
+    slabs[1] = DecodeChunkSlabs(shape.format).first;
+    return;
+  }
   const ChunkSlabs choice = DecodeChunkSlabs(shape.format);
   const int64_t hidden = shape.hidden_cols() / kFragmentSlab, mid = shape.mid_cols() / kFragmentSlab;
-  const auto divides = [&](int slabs) { return hidden % slabs == 0 && mid % slabs == 0; };
-  return choice.second != 0 && !divides(choice.first) && divides(choice.second) ? choice.second
-                                                                                : choice.first;
+  const auto divides = [&](int count) { return hidden % count == 0 && mid % count == 0; };
+  const bool second = choice.second != 0 && !divides(choice.first) && divides(choice.second);
+  slabs[0] = slabs[1] = second ? choice.second : choice.first;
+}
+
+int64_t ChunkBytes(FragmentFormat format, int slabs) {
+  const FragmentTraits traits = FragmentTraitsOf(format);
+  return int64_t{slabs} / traits.unit_slabs() * traits.unit_bytes();
 }
 
 /// Enough for a list in every other CTA.
@@ -53,8 +63,9 @@ int64_t BytesToRead(const LayerShape& shape, int64_t routes) {
 /// experts, 64 tokens, 2 to 9 % faster (40 tokens 2 % slower, 8 experts 2 % slower, 8-bit weights no
 /// difference).
 bool WantsShortLists(const LayerShape& shape, int64_t routes, const DeviceLimits& limits) {
-  return FragmentTraitsOf(shape.format).code_bits == 4 && !shape.batched && HasManyExperts(shape, limits) &&
-         routes >= 3 * shape.num_experts && routes <= kMostMean * shape.num_experts;
+  return FragmentTraitsOf(shape.gate_up_format()).code_bits == 4 && !shape.batched &&
+         HasManyExperts(shape, limits) && routes >= 3 * shape.num_experts &&
+         routes <= kMostMean * shape.num_experts;
 }
 
 /// Token rows in shared memory.
@@ -67,10 +78,10 @@ RowsPlan PlanRows(const LayerShape& shape, const DecodePlan& plan, int64_t num_t
   const int64_t longest_list = 8 * plan.token_tile;
   const int64_t rows = std::min(longest_list, std::max<int64_t>(num_tokens, 1)) + 1;
   const int64_t row = RowStride(shape.hidden_cols(), shape.group_scales);
-  const int64_t chunks = CeilDiv(shape.mid_cols() / kFragmentSlab, plan.slabs);
+  const int64_t chunks = CeilDiv(shape.mid_cols() / kFragmentSlab, plan.slabs[1]);
   const auto split_row = [&](int64_t splits) {
     const int64_t cols =
-        splits == 1 ? shape.mid_cols() : CeilDiv(chunks, splits) * plan.slabs * kFragmentSlab;
+        splits == 1 ? shape.mid_cols() : CeilDiv(chunks, splits) * plan.slabs[1] * kFragmentSlab;
     return RowStride(cols, shape.group_scales);
   };
   RowsPlan result;
@@ -120,12 +131,10 @@ class DecodePlanner {
   int64_t SharedBytes(int64_t slots, int64_t rows_bytes) const {
     return MakeDecodeShared(static_cast<int>(slots), static_cast<int>(rows_bytes),
                             static_cast<int>(plan_.tokens_bytes), static_cast<int>(routes_),
-                            static_cast<int>(shape_.num_local_experts), static_cast<int>(ChunkBytes()),
+                            static_cast<int>(shape_.num_local_experts), static_cast<int>(plan_.slot_bytes),
                             plan_.token_tile)
         .bytes;
   }
-
-  int64_t ChunkBytes() const { return int64_t{plan_.slabs} / traits_.unit_slabs() * traits_.unit_bytes(); }
 
   int64_t MostRowsBytes() const { return (limits_.shared_memory_per_block - SharedBytes(2, 0)) / 128 * 128; }
 
@@ -140,7 +149,15 @@ class DecodePlanner {
       return fmt::format("activation scales of groups of 128 need 8-bit weights of groups of 128, not {}",
                          traits_.name);
     }
-    plan_.slabs = ChooseSlabs(shape_);
+    if (shape_.own_gate_up &&
+        (mid_ != MidKind::kRounded || !IsFragmentPair(*shape_.own_gate_up, shape_.format))) {
+      return fmt::format("gate and up are {} and down is {}{}; there is no kernel for both",
+                         FragmentTraitsOf(*shape_.own_gate_up).name, traits_.name,
+                         mid_ != MidKind::kRounded ? ", with quantized activations" : "");
+    }
+    ChooseSlabs(shape_, plan_.slabs);
+    plan_.slot_bytes = std::max(ChunkBytes(shape_.gate_up_format(), plan_.slabs[0]),
+                                ChunkBytes(shape_.format, plan_.slabs[1]));
     plan_.grid = limits_.num_sms;
     return {};
   }
@@ -172,7 +189,7 @@ class DecodePlanner {
     }
     const int64_t work = lists * std::max(shape_.gate_up_blocks(), shape_.down_blocks());
     if (work >= (int64_t{1} << 24) || work * plan_.grid >= (int64_t{1} << 31) ||
-        shape_.gate_up_blocks() * CeilDiv(shape_.hidden_cols() / kFragmentSlab, plan_.slabs) >=
+        shape_.gate_up_blocks() * CeilDiv(shape_.hidden_cols() / kFragmentSlab, plan_.slabs[0]) >=
             (int64_t{1} << 20)) {
       return fmt::format("{} row blocks are beyond the index range of the kernel", work);
     }
@@ -181,7 +198,7 @@ class DecodePlanner {
 
   std::string PlanSlots() {
     const int64_t most = limits_.shared_memory_per_block, rows_bytes = plan_.rows_bytes;
-    const int64_t slots = (most - SharedBytes(0, rows_bytes)) / (kDecodeWarps * (ChunkBytes() + 8));
+    const int64_t slots = (most - SharedBytes(0, rows_bytes)) / (kDecodeWarps * (plan_.slot_bytes + 8));
     // A third only lengthens queues: docs/kernels_cuda.md.
     plan_.slots = static_cast<int>(std::min<int64_t>(slots, 2));
     while (plan_.slots > 0 && SharedBytes(plan_.slots, rows_bytes) > most) {

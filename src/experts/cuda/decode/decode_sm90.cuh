@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "experts/cuda/decode/decode_exchange_sm90.cuh"
 #include "experts/cuda/decode/decode_map_sm90.cuh"
 #include "experts/cuda/decode/decode_operands_sm90.cuh"
@@ -104,6 +106,34 @@ __device__ __forceinline__ void MapRoutes(const DecodeArguments& args, const Dec
   }
 }
 
+/// What a chunk of each GEMM has: the sizes of its slabs in memory, of what one bulk copy brings, and of a
+/// ring slot, which holds one of either. kScaleBytes of a slot come from where scales stand apart.
+template <FragmentFormat kGateUp, FragmentFormat kDown, int SPC>
+struct DecodeChunks {
+  static constexpr bool kAlike = kGateUp == kDown;
+  static constexpr int kDownSlabs = kAlike ? SPC : DecodeChunkSlabs(kDown).first;
+  template <FragmentFormat kFormat>
+  static constexpr int kSlabBytes = Fragments<kFormat>::kUnitStride / Fragments<kFormat>::kUnitSlabs;
+  template <FragmentFormat kFormat, int kSlabs>
+  static constexpr int kBytes = kSlabs / Fragments<kFormat>::kUnitSlabs* Fragments<kFormat>::kUnitBytes;
+  static constexpr int kScaleBytes = kBytes<kGateUp, SPC> - SPC * kSlabBytes<kGateUp>;
+  static constexpr int kSlotBytes =
+      kBytes<kGateUp, SPC> > kBytes<kDown, kDownSlabs> ? kBytes<kGateUp, SPC> : kBytes<kDown, kDownSlabs>;
+  static_assert(kScaleBytes == 0 || (kAlike && kScaleBytes == 16 && SPC == Fragments<kGateUp>::kUnitSlabs),
+                "in its slot a unit is whole");
+  static_assert(kAlike || kDownSlabs * kSlabBytes<kDown> == kBytes<kDown, kDownSlabs>,
+                "scales of down stand with its codes");
+  static_assert(Fragments<kGateUp>::kUnitBytes % 16 == 0 && Fragments<kDown>::kUnitBytes % 16 == 0,
+                "bulk copies move whole 16 bytes");
+
+  __device__ __forceinline__ static constexpr int SlabBytes(int phase) {
+    return kAlike || phase == 0 ? kSlabBytes<kGateUp> : kSlabBytes<kDown>;
+  }
+  __device__ __forceinline__ static constexpr int StreamBytes(int phase) {
+    return kAlike || phase == 0 ? SPC * kSlabBytes<kGateUp> : kDownSlabs * kSlabBytes<kDown>;
+  }
+};
+
 /// The ring slot that a warp reads next.
 struct DecodeSlot {
   const uint8_t* units;
@@ -111,7 +141,7 @@ struct DecodeSlot {
 };
 
 /// A warp's chunks c0 .. c1 - 1 of a segment. `own`: it has the first chunk of the row block at hand.
-template <int kChunkBytes, typename Work, typename Stream>
+template <typename Work, typename Stream>
 __device__ __forceinline__ void MultiplyChunks(const DecodeArguments& args, Work& work, Stream& stream,
                                                const uint8_t* ring, uint32_t barriers, DecodeSlot& slot,
                                                int c0, int c1, bool& own) {
@@ -124,7 +154,7 @@ __device__ __forceinline__ void MultiplyChunks(const DecodeArguments& args, Work
       work.MultiplyChunk(slot.units, whole);
       __syncwarp();
       stream.Issue(args.slots);
-      slot.units += kChunkBytes;
+      slot.units += Stream::kSlotBytes;
       if (++slot.at == args.slots) {
         slot.at = 0, slot.parity ^= 1, slot.units = ring;
       }
@@ -162,24 +192,18 @@ __device__ __forceinline__ void ReportLists(const DecodeArguments& args, const D
   }
 }
 
-/// kOperands: DecodePlan.makes_operands.
-template <FragmentFormat kFormat, bool kOperands, int SPC, int NT>
+/// kOperands: DecodePlan.makes_operands. SPC: slabs of a chunk of gate and up, and of down where both have
+/// one format.
+template <FragmentFormat kGateUp, FragmentFormat kDown, bool kOperands, int SPC, int NT>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     DecodeKernel(const __grid_constant__ DecodeArguments args) {
-  using Format = Fragments<kFormat>;
-  using Work = DecodeWork<kFormat, kOperands, SPC, NT>;
-  constexpr int kSlabBytes = Format::kUnitStride / Format::kUnitSlabs;  // in memory
-  constexpr int kChunkBytes = SPC / Format::kUnitSlabs * Format::kUnitBytes;
-  constexpr int kScaleBytes = kChunkBytes - SPC * kSlabBytes;  // that stand apart there
-  static_assert(kScaleBytes == 0 || (kScaleBytes == 16 && SPC == Format::kUnitSlabs),
-                "in its slot a unit is whole");
-  static_assert(Format::kUnitBytes % 16 == 0, "bulk copies move whole 16 bytes");
+  using Chunks = DecodeChunks<kGateUp, kDown, SPC>;
   extern __shared__ __align__(128) uint8_t shared[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int routes = args.num_tokens * args.top_k.divisor;
   const DecodeShared& at = args.shared;
   const DecodeMap map(shared, at, routes);
-  const uint8_t* const ring = shared + warp * args.slots * kChunkBytes;
+  const uint8_t* const ring = shared + warp * args.slots * Chunks::kSlotBytes;
   uint8_t* const rows = shared + at.rows;
   uint8_t* const tokens = shared + at.tokens;  // kOperands: as they came
   // Rows of by_token.
@@ -188,7 +212,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const uint32_t barriers = SharedAddress(shared + at.barriers) + warp * args.slots * 8;
 
   Stamp(args, 8);
-  PrepareDecode<kOperands>(args, map, barriers, kScaleBytes == 0 ? 1 : 2, routes);
+  PrepareDecode<kOperands>(args, map, barriers, Chunks::kScaleBytes == 0 ? 1 : 2, routes);
   __syncthreads();
   GridLaunchNext();
   GridWait();
@@ -212,8 +236,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   __syncthreads();
   const uint32_t tag = *map.tag;
 
-  WeightStream<kChunkBytes, kSlabBytes, kScaleBytes> stream{
-      args, map, SharedAddress(ring), barriers, EvictFirstPolicy(), warp, lane};
+  WeightStream<Chunks> stream{args, map, SharedAddress(ring), barriers, EvictFirstPolicy(), warp, lane};
   stream.Issue(
       args.slots);  // the rest once the token rows are on their way: they must not queue behind a full ring
   if (routes > kFewRoutes && expert >= 0) {
@@ -238,8 +261,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
     }
   };
-#pragma unroll 1
-  for (int phase = 0; phase < 2; ++phase) {
+  const auto multiply = [&](auto work_type, int phase) {
+    using Work = typename decltype(work_type)::type;
+    using Format = typename Work::Format;
     const DecodePhase& f = args.phase[phase];
     const bool tagged = phase == 1 && args.tagged_mid;
 #pragma unroll 1
@@ -292,7 +316,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         work.first_row = segment.by_token ? 0 : map.row_offset[work.list];
         work.OpenList();
       }
-      MultiplyChunks<kChunkBytes>(args, work, stream, ring, barriers, slot, c0, c1, own);
+      MultiplyChunks(args, work, stream, ring, barriers, slot, c0, c1, own);
 
       // ---- row blocks that several warps share: added in warp order by the warp that has the first chunk
       if (work.chunk != 0) {
@@ -314,6 +338,16 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         ReportLists(args, segment, tag);
       }
     }
+  };
+  using GateUpWork = DecodeWork<kGateUp, kOperands, SPC, NT>;
+  if constexpr (Chunks::kAlike) {
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+      multiply(std::type_identity<GateUpWork>(), phase);
+    }
+  } else {
+    multiply(std::type_identity<GateUpWork>(), 0);
+    multiply(std::type_identity<DecodeWork<kDown, kOperands, Chunks::kDownSlabs, NT>>(), 1);
   }
 
   Stamp(args, 6);

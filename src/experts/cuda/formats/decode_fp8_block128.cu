@@ -2,7 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-template Status LaunchDecodeKernel<FragmentFormat::kFp8Block>(const DecodeArguments&, const DecodePlan&,
-                                                              void*);
+template Status LaunchDecodeKernel<FragmentFormat::kFp8Block>(FragmentFormat, const DecodeArguments&,
+                                                              const DecodePlan&, void*);
 
 }  // namespace fusedmoe::cuda

@@ -2,7 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-template Status LaunchDecodeKernel<FragmentFormat::kInt4Zero32>(const DecodeArguments&, const DecodePlan&,
-                                                                void*);
+template Status LaunchDecodeKernel<FragmentFormat::kInt4Zero32>(FragmentFormat, const DecodeArguments&,
+                                                                const DecodePlan&, void*);
 
 }  // namespace fusedmoe::cuda

@@ -2,6 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-template Status LaunchDecodeKernel<FragmentFormat::kInt8>(const DecodeArguments&, const DecodePlan&, void*);
+template Status LaunchDecodeKernel<FragmentFormat::kInt8>(FragmentFormat, const DecodeArguments&,
+                                                          const DecodePlan&, void*);
 
 }  // namespace fusedmoe::cuda

@@ -2,7 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-template Status LaunchDecodeKernel<FragmentFormat::kInt8Offset16>(const DecodeArguments&, const DecodePlan&,
-                                                                  void*);
+template Status LaunchDecodeKernel<FragmentFormat::kInt8Offset16>(FragmentFormat, const DecodeArguments&,
+                                                                  const DecodePlan&, void*);
 
 }  // namespace fusedmoe::cuda

@@ -2,6 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-template Status LaunchDecodeKernel<FragmentFormat::kMxfp4>(const DecodeArguments&, const DecodePlan&, void*);
+template Status LaunchDecodeKernel<FragmentFormat::kMxfp4>(FragmentFormat, const DecodeArguments&,
+                                                           const DecodePlan&, void*);
 
 }  // namespace fusedmoe::cuda

@@ -2,6 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-template Status LaunchDecodeKernel<FragmentFormat::kMxfp8>(const DecodeArguments&, const DecodePlan&, void*);
+template Status LaunchDecodeKernel<FragmentFormat::kMxfp8>(FragmentFormat, const DecodeArguments&,
+                                                           const DecodePlan&, void*);
 
 }  // namespace fusedmoe::cuda

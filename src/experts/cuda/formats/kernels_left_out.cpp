@@ -9,17 +9,18 @@
 namespace fusedmoe::cuda {
 
 template <FragmentFormat kFormat>
-Status LaunchDecodeKernel(const DecodeArguments& /*arguments*/, const DecodePlan& /*plan*/,
-                          void* /*stream*/) {
+Status LaunchDecodeKernel(FragmentFormat /*gate_up*/, const DecodeArguments& /*arguments*/,
+                          const DecodePlan& /*plan*/, void* /*stream*/) {
   return Status::Unsupported(std::string("this build has no CUDA kernels for ") +
                              FragmentTraitsOf(kFormat).name);
 }
 
 #define FMOE_BUILT(id)
-#define FMOE_LEFT_OUT(id)                                                                                   \
-  template Status LaunchDecodeKernel<FragmentFormat::id>(const DecodeArguments&, const DecodePlan&, void*); \
-  PrefillKernels PrefillKernels_##id() {                                                                    \
-    return {};                                                                                              \
+#define FMOE_LEFT_OUT(id)                                                                        \
+  template Status LaunchDecodeKernel<FragmentFormat::id>(FragmentFormat, const DecodeArguments&, \
+                                                         const DecodePlan&, void*);              \
+  PrefillKernels PrefillKernels_##id() {                                                         \
+    return {};                                                                                   \
   }
 #define FMOE_LEFT_OUT_CODES(id)              \
   PrefillKernels PrefillCodeKernels_##id() { \

@@ -25,6 +25,11 @@ PrefillKernels KernelsOf(FragmentFormat format, bool codes) {
   return {};
 }
 
+PrefillKernels::Tile TileOf(FragmentFormat format, const PrefillPlan& plan, int gemm) {
+  const PrefillKernels kernels = KernelsOf(format, plan.codes);
+  return plan.tile_tokens[gemm] == 64 ? kernels.small : kernels.large;
+}
+
 /// The scratch of a pass by name.
 struct PassScratch {
   RouteMap map;
@@ -85,8 +90,7 @@ class Pass {
         routes_(count * top_k_),
         stream_(static_cast<cudaStream_t>(call.stream)),
         scratch_(ScratchOf(shape, plan, call.scratch, routes_)),
-        kernels_(KernelsOf(shape.format, plan.codes)),
-        tile_(plan.tile_tokens == 64 ? kernels_.small : kernels_.large),
+        tiles_{TileOf(shape.gate_up_format(), plan, 0), TileOf(shape.format, plan, 1)},
         quantizer_(mid == nullptr ? DeviceQuantizer{} : MakeDeviceQuantizer(mid->format)) {
     const bool promotes = plan.codes || (PromotesGroups(shape.format) && !plan.fused_mid);
     const bool quantizes = call.tokens.values != nullptr;
@@ -191,7 +195,9 @@ class Pass {
   }
 
   Status GateUp() const {
-    PrefillGemmParams gemm = Gemm(weights_.gate_up, shape_.hidden_cols(), shape_.gate_up_blocks());
+    const PrefillKernels::Tile& tile = tiles_[0];
+    PrefillGemmParams gemm =
+        Gemm(weights_.gate_up, shape_.gate_up_format(), tile, shape_.hidden_cols(), shape_.gate_up_blocks());
     gemm.panel = scratch_.panel;
     gemm.panel_scale = panel_scale_;
     gemm.panel_group_scale = panel_group_scale_;
@@ -205,7 +211,7 @@ class Pass {
     gemm.out_tensor_scale = mid_ == nullptr ? nullptr : mid_->tensor_scale;
     gemm.out_group_scale = mid_group_scale_;
     gemm.activated = plan_.activated;
-    return LaunchGemm("PrefillGemm of gate and up", plan_.fused_mid ? tile_.panel : tile_.rows_f32, tile_,
+    return LaunchGemm("PrefillGemm of gate and up", plan_.fused_mid ? tile.panel : tile.rows_f32, tile,
                       plan_.grid, gemm, stream_);
   }
 
@@ -234,7 +240,9 @@ class Pass {
   }
 
   Status Down() const {
-    PrefillGemmParams gemm = Gemm(weights_.down, shape_.mid_cols(), shape_.down_blocks());
+    const PrefillKernels::Tile& tile = tiles_[1];
+    PrefillGemmParams gemm =
+        Gemm(weights_.down, shape_.format, tile, shape_.mid_cols(), shape_.down_blocks());
     gemm.panel = scratch_.mid;
     gemm.panel_scale = mid_ != nullptr && HasRowScale(mid_->format) ? scratch_.mid_scale : nullptr;
     gemm.panel_group_scale = mid_group_scale_;
@@ -242,8 +250,8 @@ class Pass {
     gemm.rows = PrefillRows::kDown;
     gemm.out = scratch_.rows;
     gemm.ld = shape_.down_rows();
-    return LaunchGemm("PrefillGemm of down", plan_.rows_f32 ? tile_.rows_f32 : tile_.rows16, tile_,
-                      plan_.grid, gemm, stream_);
+    return LaunchGemm("PrefillGemm of down", plan_.rows_f32 ? tile.rows_f32 : tile.rows16, tile, plan_.grid,
+                      gemm, stream_);
   }
 
   Status Combine() const {
@@ -270,9 +278,10 @@ class Pass {
     return (plan_.fused_mid || plan_.activated ? 1 : shape_.parts()) * shape_.mid_rows();
   }
 
-  /// What both GEMMs are given of their weights, `num_blocks` row blocks of `cols` k.
-  PrefillGemmParams Gemm(const DeviceProjection& projection, int64_t cols, int64_t num_blocks) const {
-    const FragmentTraits traits = FragmentTraitsOf(shape_.format);
+  /// What a GEMM is given of its weights, `num_blocks` row blocks of `cols` k.
+  PrefillGemmParams Gemm(const DeviceProjection& projection, FragmentFormat format,
+                         const PrefillKernels::Tile& tile, int64_t cols, int64_t num_blocks) const {
+    const FragmentTraits traits = FragmentTraitsOf(format);
     const int64_t unit_cols = int64_t{traits.unit_slabs()} * kFragmentSlab;
     const int slab_cols = plan_.codes ? kFragmentByteSlab : kFragmentSlab;
     PrefillGemmParams p;
@@ -289,9 +298,9 @@ class Pass {
     p.num_blocks = static_cast<int>(num_blocks);
     p.row_tiles = static_cast<int>((num_blocks + 15) / 16);
     const auto units = static_cast<int>(cols / unit_cols);
-    const int slot_units = tile_.slabs * slab_cols / static_cast<int>(unit_cols);
+    const int slot_units = tile.slabs * slab_cols / static_cast<int>(unit_cols);
     p.last_piece_bytes = (units % slot_units == 0 ? slot_units : units % slot_units) * traits.unit_bytes();
-    p.places = FragmentPlacesOf(shape_.format, num_blocks, cols);
+    p.places = FragmentPlacesOf(format, num_blocks, cols);
     return p;
   }
 
@@ -303,8 +312,7 @@ class Pass {
   int64_t first_, count_, top_k_, routes_;
   cudaStream_t stream_;
   PassScratch scratch_;
-  PrefillKernels kernels_;
-  const PrefillKernels::Tile& tile_;
+  PrefillKernels::Tile tiles_[2];  ///< of both GEMMs
   DeviceQuantizer quantizer_;
   // Scales of the panels of tokens and of the intermediate; null: they have none.
   float* panel_scale_ = nullptr;

@@ -103,22 +103,24 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   }
   const int64_t experts = std::max<int64_t>(1, shape.batched ? shape.num_local_experts : shape.num_experts);
   const bool small = shape.batch_invariant || RoutesOf(shape, num_tokens) / experts <= kSmallTileTokens;
-  plan.tile_tokens = small ? 64 : 128;
+  const int tile = small ? 64 : 128;
   const bool integers = shape.format == FragmentFormat::kInt8;
   plan.codes = !shape.batch_invariant && shape.code_tokens && MultipliesCodes(shape.format) &&
                mid != MidKind::kRounded &&
                !(integers && std::max(shape.hidden, shape.intermediate) > kLongestIntegerSum);
   const bool swish = shape.gated() && IsSwish(shape.activation);
   // A tile that ends in values has 64 columns at a time, half of a group of 128.
-  const bool values_in_tile = MayQuantizeInTile(shape.format, plan.tile_tokens) && !shape.group_scales;
+  const bool values_in_tile = MayQuantizeInTile(shape.gate_up_format(), tile) && !shape.group_scales;
   const bool in_tile = mid == MidKind::kQuantizedInTile && ((plan.codes && !integers) || values_in_tile);
   plan.fused_mid = swish && (mid == MidKind::kRounded || in_tile);
   plan.activated = swish && !plan.fused_mid;
   plan.rows_f32 = (mid != MidKind::kRounded && !plan.codes && PromotesGroups(shape.format)) ||
                   shape.format == FragmentFormat::kF16 || shape.batched;
-  if (!plan.codes && (!HasLargeTiles(shape.format) ||
-                      (PromotesGroups(shape.format) && (plan.rows_f32 || !plan.fused_mid)))) {
-    plan.tile_tokens = 64;
+  const FragmentFormat formats[2] = {shape.gate_up_format(), shape.format};
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    const FragmentFormat format = formats[gemm];
+    const bool promotes = PromotesGroups(format) && (plan.rows_f32 || !plan.fused_mid);
+    plan.tile_tokens[gemm] = plan.codes || (HasLargeTiles(format) && !promotes) ? tile : 64;
   }
   plan.grid = limits.num_sms;
   plan.shared_bytes = kSharedBytes;

@@ -19,7 +19,7 @@ struct ArrangeCall {
   uint8_t* matrix = nullptr;  ///< its first block
 };
 
-/// Enqueues kernels that arrange them, all of one format.
-Status LaunchArrange(std::span<const ArrangeCall> calls, void* stream);
+/// Enqueues kernels that arrange them, a launch for some of one format: sorts them by that.
+Status LaunchArrange(std::span<ArrangeCall> calls, void* stream);
 
 }  // namespace fusedmoe::cuda

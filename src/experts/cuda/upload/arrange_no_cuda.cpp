@@ -2,7 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-Status LaunchArrange(std::span<const ArrangeCall> /*calls*/, void* /*stream*/) {
+Status LaunchArrange(std::span<ArrangeCall> /*calls*/, void* /*stream*/) {
   return Status::Unsupported("this build has no CUDA kernels");
 }
 

@@ -64,12 +64,15 @@ Status Launch(FragmentFormat format, const ArrangeParams& params, cudaStream_t s
 
 }  // namespace
 
-Status LaunchArrange(std::span<const ArrangeCall> calls, void* stream) {
-  for (size_t first = 0; first < calls.size(); first += kMostPieces) {
+Status LaunchArrange(std::span<ArrangeCall> calls, void* stream) {
+  std::sort(calls.begin(), calls.end(),
+            [](const ArrangeCall& a, const ArrangeCall& b) { return a.format < b.format; });
+  for (size_t first = 0; first < calls.size();) {
+    const FragmentFormat format = calls[first].format;
     ArrangeParams params;
     int64_t units = 0;
-    for (const ArrangeCall& call :
-         calls.subspan(first, std::min<size_t>(kMostPieces, calls.size() - first))) {
+    for (; first < calls.size() && params.count < kMostPieces && calls[first].format == format; ++first) {
+      const ArrangeCall& call = calls[first];
       ArrangePiece& piece = params.pieces[params.count++];
       piece.staged = call.staged;
       piece.slabs =
@@ -80,7 +83,7 @@ Status LaunchArrange(std::span<const ArrangeCall> calls, void* stream) {
       piece.first_block = call.first_block;
       piece.matrix = call.matrix;
     }
-    FMOE_RETURN_IF_ERROR(Launch(calls.front().format, params, static_cast<cudaStream_t>(stream)));
+    FMOE_RETURN_IF_ERROR(Launch(format, params, static_cast<cudaStream_t>(stream)));
   }
   return Status::Ok();
 }

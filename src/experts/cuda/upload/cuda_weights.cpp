@@ -15,6 +15,7 @@
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/upload.hpp"
 #include "weights/fragment_stager.hpp"
+#include "weights/narrow.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -108,6 +109,26 @@ bool AllEqual(const std::vector<T>& values, int64_t count) {
   return true;
 }
 
+/// An expert whose matrices are as the formats of the layout need them.
+Result<CanonicalExpert> LoadExpert(const CudaPlan& plan, const ExpertSource& source, int64_t index) {
+  FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, source.load(index));
+  if (!plan.spec.own_gate_up) {
+    return expert;
+  }
+  for (const auto& [matrix, name] : {std::pair(&expert.gate, "gate"), std::pair(&expert.up, "up")}) {
+    if (matrix->empty()) {
+      continue;
+    }
+    matrix->stored = WithoutLevels(matrix->stored);
+    Result<CanonicalMatrix> narrow = Narrow(*matrix);
+    if (!narrow.ok()) {
+      return std::move(narrow).status().WithContext(name);
+    }
+    *matrix = *std::move(narrow);
+  }
+  return expert;
+}
+
 /// One expert to the card and into the vectors.
 class ExpertUpload {
  public:
@@ -166,7 +187,7 @@ class ExpertUpload {
                           const uint8_t* staged) const {
     const bool is_down = piece.part == FragmentPart::kDown;
     ArrangeCall arrange;
-    arrange.format = plan_.spec.format;
+    arrange.format = stager.FormatOf(piece);
     arrange.staged = stager.View(piece, staged);
     arrange.blocks = piece.blocks;
     arrange.places = stager.PlacesOf(piece);
@@ -186,7 +207,7 @@ class ExpertUpload {
 };
 
 /// All experts, each by the thread that comes first; threads for which none is left help the others.
-Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int threads,
+Status UploadAll(const CudaPlan& plan, const ExpertSource& source, const ExpertUpload& upload, int threads,
                  const Executor& executor) {
   std::atomic<int64_t> next = 0;
   std::vector<Status> statuses(static_cast<size_t>(threads));
@@ -195,7 +216,7 @@ Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int thr
     Status& status = statuses[static_cast<size_t>(thread)];
     PieceBoard::Owner owner(board);
     for (int64_t index = next++; index < source.num_local_experts; index = next++) {
-      Result<CanonicalExpert> expert = source.load(index);
+      Result<CanonicalExpert> expert = LoadExpert(plan, source, index);
       status = expert.ok() ? upload.Run(*expert, index, board) : expert.status();
       if (!status.ok()) {
         status = std::move(status).WithContext(fmt::format("expert {}", index));
@@ -240,7 +261,7 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
   const int threads = std::clamp(executor.num_threads, 1, kMostThreads);
   FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(threads, piece_bytes));
   const ExpertUpload upload(plan, sizes, *uploader, blocks + gate_up, blocks + down, piece_bytes, host);
-  FMOE_RETURN_IF_ERROR(UploadAll(source, upload, threads, executor));
+  FMOE_RETURN_IF_ERROR(UploadAll(plan, source, upload, threads, executor));
   FMOE_RETURN_IF_ERROR(uploader->Flush());
   if (!plan.spec.row_scale && !host.has_nan_rows) {
     host.gate_up_row.clear();
