@@ -8,8 +8,8 @@
 
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_cost_table.hpp"
-#include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
+#include "experts/cpu/vectors/tiles.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
