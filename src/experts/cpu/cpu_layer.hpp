@@ -26,6 +26,16 @@ struct CpuLayer {
   const ExpertPanels& expert(int64_t index) const { return experts[static_cast<size_t>(index)]; }
 };
 
+/// What kernels are told of the activation, whatever they are called with. In place: a struct that is
+/// returned and copied waits for its own stores.
+inline void SetActivation(const CpuLayer& layer, ActivateArguments& arguments) {
+  const ActivationSpec& spec = layer.config.activation;
+  arguments.activation = static_cast<int>(spec.kind);
+  arguments.alpha = spec.alpha;
+  arguments.beta = spec.beta;
+  arguments.limit = spec.limit;
+}
+
 /// The plan, with what only the weights tell.
 Result<CpuLayer> MakeCpuLayer(const MoeProblem& problem, const Machine& machine,
                               std::shared_ptr<const PreparedWeights> weights);

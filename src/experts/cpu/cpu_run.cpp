@@ -24,7 +24,7 @@ InputRows InputRowsOf(const ExpertRows& rows) {
 
 void OpenTiles(const CpuPlan& plan, const CpuWorkspace& space, const Workspace& workspace,
                PieceTiles& tiles) {
-  tiles.tiles = workspace.Get<Tile>(space.tiles);
+  tiles.list = workspace.Get<Tile>(space.tiles);
   tiles.row_buffers = workspace.Get<float>(space.row_buffers);
   tiles.task_rows = workspace.Get<std::byte>(space.task_rows);
   for (int set = 0; set < 2; ++set) {

@@ -105,10 +105,10 @@ RecipeText LayoutRecipe(const CpuPlan& plan) {
   pad("hidden_k", plan.gate_up.cols, plan.gate_up.padded_cols);
   pad("intermediate_k", plan.down.cols, plan.down.padded_cols);
   if (plan.gate_up.parts == 2) {
-    recipe.push_back("interleave_gate_up(16)");
+    recipe.emplace_back("interleave_gate_up(16)");
   }
   if (plan.products) {
-    recipe.push_back("multiply_block_scales(BF16)");
+    recipe.emplace_back("multiply_block_scales(BF16)");
   }
   recipe.push_back("panel(" + PanelNames(plan, ", down ") + ")");
   return recipe;

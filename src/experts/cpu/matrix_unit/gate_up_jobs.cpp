@@ -116,14 +116,10 @@ struct GateUpFinish {
   }
 
   void BeginOther(const float* row_scale, const float* bias) {
-    const ActivationSpec& spec = context.layer.config.activation;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t up = (gated() ? 1 : i) * kPanelRows;
       ActivateArguments& to = arguments[i];
-      to.activation = static_cast<int>(spec.kind);
-      to.alpha = spec.alpha;
-      to.beta = spec.beta;
-      to.limit = spec.limit;
+      SetActivation(context.layer, to);
       to.gate_row_scale = row_scale;
       to.gate_bias = bias;
       to.up_row_scale = row_scale + up;

@@ -108,7 +108,7 @@ MatrixUnitPlan PlanMatrixUnit(const MoeProblem& problem, const Machine& machine,
   }
   // Without figures nobody knows that the unit is faster: it takes every expert when asked to, else none.
   const int64_t crossover =
-      cost.row == nullptr ? kMostCrossoverTokens + 1 : TileCrossover(*cost.row, WorkOf(plan));
+      cost.row == nullptr ? kMostCrossoverTokens + 1 : MatrixUnitCrossover(*cost.row, WorkOf(plan));
   if (!forced && crossover > kMostCrossoverTokens) {
     return unit;
   }

@@ -30,7 +30,7 @@ class TilePacker {
     const int64_t tasks = std::min(kPackTasks, tiles.count);
     ForTasks(tasks, RowsLeft(), [&](int64_t task) {
       for (int64_t tile = tiles.count * task / tasks; tile < tiles.count * (task + 1) / tasks; ++tile) {
-        PackTile(tiles.tiles[tile], task);
+        PackTile(tiles.list[tile], task);
       }
     });
   }
@@ -48,7 +48,7 @@ class TilePacker {
       return run_.slots.count;
     }
     int64_t rows = 0;
-    for (const Tile* tile = run_.tiles.tiles; tile != run_.tiles.tiles + run_.tiles.count; ++tile) {
+    for (const Tile* tile = run_.tiles.list; tile != run_.tiles.list + run_.tiles.count; ++tile) {
       rows += ReadsTokensApart(layer_.plan, *tile) ? 0 : tile->count;
     }
     return rows;
@@ -61,7 +61,7 @@ class TilePacker {
   /// Every token that visits an expert of a tile, once: tiles of one token.
   void PackTokens() const {
     run_.numbers.Clear(run_.slots);
-    for (const Tile* tile = run_.tiles.tiles; tile != run_.tiles.tiles + run_.tiles.count; ++tile) {
+    for (const Tile* tile = run_.tiles.list; tile != run_.tiles.list + run_.tiles.count; ++tile) {
       run_.numbers.Note(run_.slots, tile->first_slot, tile->count);
     }
     const int64_t count = run_.numbers.Assign(run_.slots);

@@ -37,7 +37,7 @@ void CutTiles(const CpuLayer& layer, const PieceSlots& slots, PieceTiles& tiles)
     tiles.num_experts += end > slot ? 1 : 0;
     while (slot < end) {
       const TileCut cut = NextTile(end - slot, plan.max_height_index, plan.tall);
-      Tile& tile = tiles.tiles[tiles.count++];
+      Tile& tile = tiles.list[tiles.count++];
       tile = {static_cast<int32_t>(expert), slot, cut.tokens, cut.height_index, rows};
       rows += TileRows(plan, tile);
       slot += cut.tokens;

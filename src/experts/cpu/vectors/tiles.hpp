@@ -39,7 +39,7 @@ inline constexpr int64_t kPackTasks = 64;
 
 /// The tiles of a piece, and the memory of what is packed for them.
 struct PieceTiles {
-  Tile* tiles = nullptr;
+  Tile* list = nullptr;
   int64_t count = 0;
   int64_t num_experts = 0, num_slots = 0;  ///< that they hold
   /// Where tokens stand in them, one tile behind the other. Up has gate's where it sees the same input.

@@ -52,7 +52,7 @@ class DownColumns {
       views.AskBehind(weights + count * shape_.stripe_bytes);
       for (int64_t index = batch.begin, taken = 0; index < batch.end; index += taken) {
         taken = gemm_.TilesAtOnce(index, batch.end);
-        const Tile* tiles = run_.tiles.tiles + index;
+        const Tile* tiles = run_.tiles.list + index;
         gemm_.Multiply(*tiles, views.From(index), taken, {weights, count, shape_.stripe_bytes}, dots);
         for (int64_t i = 0; i < taken * count; ++i) {
           const Tile& tile = tiles[i / count];

@@ -86,7 +86,7 @@ void GateUpTasks::MultiplyStripes(TileViews& views, const TileRange& batch, int6
   views.AskBehind(weights + num_stripes * gemm_.position_bytes());
   for (int64_t index = batch.begin, count = 0; index < batch.end; index += count) {
     count = gemm_.TilesAtOnce(index, batch.end);
-    const Tile* tiles = run_.tiles.tiles + index;
+    const Tile* tiles = run_.tiles.list + index;
     const int64_t stripe_sums = kHeights[tiles->height_index] * kPanelRows;
     int64_t up_sums = stripe_sums, column_sums = stripe_sums * shape_.parts;
     if (!gemm_.separate_inputs() || !gemm_.IsTall(*tiles)) {
@@ -112,14 +112,10 @@ void GateUpTasks::MultiplyStripes(TileViews& views, const TileRange& batch, int6
 /// Sixteen columns of the intermediate rows of a tile.
 inline void GateUpTasks::Activate(const MatrixPanels& matrix, const Tile& tile, int64_t column,
                                   const float* gate, const float* up) const {
-  const ActivationSpec& spec = layer_.config.activation;
   const int64_t side = column * shape_.parts * kPanelRows,
                 up_side = side + (gate != nullptr ? kPanelRows : 0);
   ActivateArguments arguments{};
-  arguments.activation = static_cast<int>(spec.kind);
-  arguments.alpha = spec.alpha;
-  arguments.beta = spec.beta;
-  arguments.limit = spec.limit;
+  SetActivation(layer_, arguments);
   arguments.tokens = tile.count;
   arguments.gate = gate;
   arguments.up = up;

@@ -4,13 +4,13 @@ namespace fusedmoe::cpu {
 
 TileRange VectorGemm::BatchFrom(int64_t begin) const {
   const PieceTiles& all = run_.tiles;
-  const Tile& first = all.tiles[begin];
+  const Tile& first = all.list[begin];
   const auto rows_to = [&](const Tile& last) {
     return last.first_row + TileRows(layer_.plan, last) - first.first_row;
   };
   int64_t end = begin + 1;
-  while (end < all.count && all.tiles[end].expert == first.expert && end - begin < kMostViews &&
-         rows_to(all.tiles[end]) * shape_.tile_row_bytes <= layer_.plan.tile_batch_bytes) {
+  while (end < all.count && all.list[end].expert == first.expert && end - begin < kMostViews &&
+         rows_to(all.list[end]) * shape_.tile_row_bytes <= layer_.plan.tile_batch_bytes) {
     ++end;
   }
   return {begin, end};

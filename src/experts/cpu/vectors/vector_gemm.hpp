@@ -17,7 +17,7 @@ static_assert(2 * kShortTileStripes * kHeights[1] <= kBatchStripes * kMaxHeight)
 /// Tiles of an expert that go through the stripes together, at most: as many as have views on the stack.
 inline constexpr int64_t kMostViews = 64;
 
-/// Tiles [begin, end) of one expert that meet a stripe one after the other.
+/// A batch: tiles [begin, end) of one expert that meet a stripe one after the other.
 struct TileRange {
   int64_t begin, end;
 };
@@ -41,6 +41,7 @@ class VectorGemm {
       : layer_(layer), run_(run), shape_(layer.plan.shape(gemm)) {}
 
   const GemmShape& shape() const { return shape_; }
+  const Tile* tiles() const { return run_.tiles.list; }
   /// Bytes from one stripe of all parts to the next.
   int64_t position_bytes() const { return shape_.parts * shape_.stripe_bytes; }
   /// Gate and up have tiles of their own.
@@ -49,7 +50,7 @@ class VectorGemm {
   /// The batch that begins with a tile: as many as stay in L2 until the next stripe comes.
   TileRange BatchFrom(int64_t begin) const;
   const MatrixPanels& MatrixOf(const TileRange& batch) const {
-    return layer_.expert(run_.tiles.tiles[batch.begin].expert).matrix(shape_.gemm);
+    return layer_.expert(run_.tiles.list[batch.begin].expert).matrix(shape_.gemm);
   }
   /// That of the batch behind it; null: there is none.
   const MatrixPanels* MatrixBehind(const TileRange& batch) const {
@@ -59,7 +60,7 @@ class VectorGemm {
   /// Stripes of each part that a micro-kernel multiplies before its sums are worked on: one or two, for one
   /// short tile, whose sums wait for the last products of their stripe, several.
   int64_t StripesAtOnce(const TileRange& batch) const {
-    const bool is_short = batch.end - batch.begin == 1 && run_.tiles.tiles[batch.begin].height_index <= 1;
+    const bool is_short = batch.end - batch.begin == 1 && run_.tiles.list[batch.begin].height_index <= 1;
     const bool apart = separate_inputs() && shape_.parts == 2;  // two stripes of each part
     return is_short ? kShortTileStripes : apart ? kBatchStripes / 2 : 2 / shape_.parts;
   }
@@ -70,7 +71,7 @@ class VectorGemm {
   }
   /// Tiles from `begin` on that meet the weights together: tall ones of one height, or one.
   int64_t TilesAtOnce(int64_t begin, int64_t end) const {
-    const Tile* tiles = run_.tiles.tiles;
+    const Tile* tiles = run_.tiles.list;
     if (!IsTall(tiles[begin])) {
       return 1;
     }
@@ -98,7 +99,6 @@ class VectorGemm {
 
   /// Where a tile of an operand stands, and how its kernel asks for weights.
   void View(Operand operand, const Tile& tile, const Stretch& stretch, TileView& view) const;
-  const Tile* tiles() const { return run_.tiles.tiles; }
 
  private:
   const CpuLayer& layer_;
