@@ -15,20 +15,20 @@ struct DownFinish {
     auto& to = *static_cast<DownFinish*>(self);
     const JobContext& context = to.context;
     const Run& run = context.run;
-    const SlotSumRows& waiting = run.jobs.sums;
+    const SlotSumRows& sums = run.jobs.sums;
     const GemmShape& shape = context.layer.plan.down;
     const MatrixPanels& matrix = context.layer.expert(job->expert).down;
     const int64_t col = first_stripe * kPanelRows;
-    const int64_t slot = job->first_slot - waiting.first_slot;
+    const int64_t slot = job->first_slot - sums.first_slot;
     to.add = {TileSides{job->scale, reinterpret_cast<const int32_t*>(job->sum)},
               context.unit.RowScales(context.layer, job->expert, kDown) + col,
               matrix.bias == nullptr ? nullptr : matrix.bias + col,
               std::min<int64_t>(2, shape.stripes - first_stripe),
-              SlotsWait(context) ? waiting.rows + col * waiting.waiting + slot * kPutColumns : run.sums + col,
+              SlotsWait(context) ? sums.rows + col * sums.num_slots + slot * kPutColumns : run.sums + col,
               shape.row_stride(),
               run.slots.outputs + job->first_slot,
               run.slots.weights + job->first_slot,
-              waiting.ends + job->first_slot};
+              sums.ends + job->first_slot};
   }
 };
 

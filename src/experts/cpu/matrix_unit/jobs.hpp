@@ -19,14 +19,15 @@ struct JobGroup {
   int64_t count() const { return end - begin; }
 };
 
-/// Memory of the sums of slots (slot_sums.hpp).
+/// Memory for the results of slots on their way to outputs (slot_sums.hpp).
 struct SlotSumRows {
-  SlotEnds* ends = nullptr;  ///< where one thread adds them up
-  float* rows = nullptr;     ///< of `waiting` slots from first_slot on, where several threads work
-  int32_t* output_offsets =
-      nullptr;  ///< where the slots of an output begin in output_slots; or its last slot
-  int32_t* output_slots = nullptr;
-  int64_t first_slot = 0, waiting = 0;
+  // One thread: what each slot is for its output.
+  SlotEnds* ends = nullptr;
+  // Several threads: results of `num_slots` slots from first_slot on.
+  float* rows = nullptr;
+  int64_t first_slot = 0, num_slots = 0;
+  int32_t* output_slots = nullptr;    ///< these slots by output
+  int32_t* output_offsets = nullptr;  ///< where those of an output are; one thread: its last slot
 };
 
 /// The jobs of a piece, and the memory of what is packed for them.

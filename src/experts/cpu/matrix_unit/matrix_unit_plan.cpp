@@ -42,7 +42,7 @@ bool IsReordered(const MoeProblem& problem) {
 }
 
 /// Fills in how the unit multiplies one of the GEMMs; false: it does not.
-bool PlanGemm(const MoeProblem& problem, const GemmShape& shape, MatrixUnitPlan& plan) {
+bool PlanUnitGemm(const MoeProblem& problem, const GemmShape& shape, MatrixUnitPlan& plan) {
   const ActivationFormat activation = ActivationOf(problem);
   const std::optional<TileWeights> weights = WeightsOnUnit(shape, activation);
   const bool int8 = weights == kInt8Weights;
@@ -103,7 +103,7 @@ MatrixUnitPlan PlanMatrixUnit(const MoeProblem& problem, const Machine& machine,
     return unit;  // bf16 tokens would lose bits that such a layer keeps
   }
   unit.weight_group = problem.scheme.weight.block.col % 128 == 0 && !IsReordered(problem) ? 128 : 64;
-  if (!PlanGemm(problem, plan.gate_up, unit) || !PlanGemm(problem, plan.down, unit)) {
+  if (!PlanUnitGemm(problem, plan.gate_up, unit) || !PlanUnitGemm(problem, plan.down, unit)) {
     return unit;
   }
   // Without figures nobody knows that the unit is faster: it takes every expert when asked to, else none.

@@ -14,7 +14,7 @@ void RunGroup(const JobContext& context, const Crew& crew, const JobGroup& group
   PlaceJobs(context, group, row);
   PackJobs(context, crew, group, kGateUp);
   GateUpJobs(context, crew, group);
-  SetBatchScale(context.layer, kDown, context.run);  // LimitsOf: then there is one group
+  SetBatchScale(context.layer, kDown, context.run);  // where there is one, all jobs are in one group
   PackJobs(context, crew, group, kDown);
   DownJobs(context, crew, group);
   StoreOutputsOf(context, group);
@@ -51,21 +51,22 @@ void RunGroupsApart(const JobContext& context, JobGroup* groups, int64_t count) 
   });
 }
 
-/// Groups [begin, end) that have room for the results of their slots together: these are `waiting`.
-int64_t EndOfWaiting(const JobContext& context, int64_t begin) {
+/// Gives the groups from `begin` on memory for the results of their slots: as many as have room together.
+/// Where these end.
+int64_t PlaceSlotSums(const JobContext& context, int64_t begin) {
   const PieceJobs& jobs = context.run.jobs;
-  SlotSumRows& waiting = context.run.jobs.sums;
+  SlotSumRows& sums = context.run.jobs.sums;
   const auto end_slot = [&](const JobGroup& group) {
     const TileJob& last = jobs.list[kGateUp][group.end - 1];
     return last.first_slot + last.num_tokens;
   };
-  waiting.first_slot = jobs.list[kGateUp][jobs.groups[begin].begin].first_slot;
+  sums.first_slot = jobs.list[kGateUp][jobs.groups[begin].begin].first_slot;
   int64_t end = begin + 1;
   while (end < jobs.num_groups &&
-         end_slot(jobs.groups[end]) - waiting.first_slot <= context.plan().max_slot_sums) {
+         end_slot(jobs.groups[end]) - sums.first_slot <= context.plan().max_slot_sums) {
     ++end;
   }
-  waiting.waiting = end_slot(jobs.groups[end - 1]) - waiting.first_slot;
+  sums.num_slots = end_slot(jobs.groups[end - 1]) - sums.first_slot;
   return end;
 }
 
@@ -84,14 +85,14 @@ void RunJobs(const JobContext& context) {
   const Crew all(*context.run.executor, jobs.scratch);
   PackJobTokens(context, all);
   for (int64_t begin = 0, end = 0; begin < jobs.num_groups; begin = end) {
-    end = EndOfWaiting(context, begin);
-    const JobGroup waiting{jobs.groups[begin].begin, jobs.groups[end - 1].end, 0, 0};
+    end = PlaceSlotSums(context, begin);
+    const JobGroup together{jobs.groups[begin].begin, jobs.groups[end - 1].end, 0, 0};
     if (end - begin >= kGroupsPerThread * threads) {
       RunGroupsApart(context, jobs.groups + begin, end - begin);
     } else {
-      RunGroup(context, all, waiting, jobs.groups[begin].first_row);
+      RunGroup(context, all, together, jobs.groups[begin].first_row);
     }
-    AddSlotSums(context, waiting, begin == 0, end == jobs.num_groups);
+    AddSlotSums(context, together, begin == 0, end == jobs.num_groups);
   }
 }
 

@@ -78,7 +78,7 @@ void StoreOutputsOf(const JobContext& context, const JobGroup& group) {
 
 void AddSlotSums(const JobContext& context, const JobGroup& jobs, bool first, bool last) {
   const Run& run = context.run;
-  const SlotSumRows& waiting = run.jobs.sums;
+  const SlotSumRows& sums = run.jobs.sums;
   const GemmShape& shape = context.layer.plan.down;
   ListSlotsByOutput(run, jobs);
   const bool done = last && run.tiles.count == 0;
@@ -87,12 +87,12 @@ void AddSlotSums(const JobContext& context, const JobGroup& jobs, bool first, bo
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
     const int64_t first_row = outputs * task / tasks, end_row = outputs * (task + 1) / tasks;
     TileSlotSum sum{};
-    sum.rows = waiting.rows;
-    sum.block_slots = waiting.waiting;
-    sum.first_slot = waiting.first_slot;
-    sum.slots = waiting.output_slots;
-    sum.ends = waiting.output_offsets + first_row;
-    sum.begin = first_row == 0 ? 0 : waiting.output_offsets[first_row - 1];
+    sum.rows = sums.rows;
+    sum.block_slots = sums.num_slots;
+    sum.first_slot = sums.first_slot;
+    sum.slots = sums.output_slots;
+    sum.ends = sums.output_offsets + first_row;
+    sum.begin = first_row == 0 ? 0 : sums.output_offsets[first_row - 1];
     sum.weights = run.slots.weights;
     sum.outputs = end_row - first_row;
     sum.columns = shape.padded_rows();

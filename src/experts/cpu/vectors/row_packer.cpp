@@ -5,6 +5,7 @@
 
 #include "experts/cpu/cpu_choice.hpp"
 #include "experts/cpu/row_quantizer.hpp"
+#include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cpu {
