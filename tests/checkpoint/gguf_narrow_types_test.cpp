@@ -100,7 +100,7 @@ TEST(GgufNarrowTypes, AreNarrowForTiles) {
     EXPECT_TRUE(panel.codebook != Codebook::kNone || panel.code_bits != 0);
     problem.mode = "throughput";
     const cpu::CpuPlan plan = cpu::MakeCpuPlan(problem, HostMachine());
-    ASSERT_TRUE(plan.tiles.enabled);
+    ASSERT_TRUE(plan.matrix_unit.enabled);
     EXPECT_EQ(plan.gate_up.panel, panel);
   }
 }

@@ -203,9 +203,9 @@ TEST_P(EveryIsa, Forced_IsTheOneThatRuns) {
   const Runner runner = MakeRunner(layer);
   const auto& experts = static_cast<const cpu::CpuExperts&>(*runner.experts);
   if (GetParam() == "amx") {
-    EXPECT_STREQ(experts.tiles()->name, "amx");
+    EXPECT_STREQ(experts.matrix_unit()->name, "amx");
   } else {
-    EXPECT_EQ(experts.table().isa, GetParam());
+    EXPECT_EQ(experts.kernels().isa, GetParam());
   }
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineFor(GetParam())).isa, GetParam());
 }

@@ -28,7 +28,7 @@ CpuCostRow RandomRow(std::mt19937_64& random) {
 TEST(CpuCost, OfNoTokens_IsNothing) {
   const CpuPathCost cost = {100, 10, 10, 10, 10};
   EXPECT_EQ(VectorNanoseconds(cost, {64, 8}, 0), 0.0);
-  EXPECT_EQ(TileNanoseconds(cost, {64, 8}, 0), 0.0);
+  EXPECT_EQ(MatrixUnitNanoseconds(cost, {64, 8}, 0), 0.0);
 }
 
 TEST(CpuCost, OfMoreTokens_IsNeverLess) {
@@ -40,7 +40,8 @@ TEST(CpuCost, OfMoreTokens_IsNeverLess) {
     for (int64_t tokens = 0; tokens < 5000; tokens += 1 + tokens / 64) {
       EXPECT_LE(VectorNanoseconds(row.vectors, work, tokens),
                 VectorNanoseconds(row.vectors, work, tokens + 1));
-      EXPECT_LE(TileNanoseconds(row.tiles, work, tokens), TileNanoseconds(row.tiles, work, tokens + 1));
+      EXPECT_LE(MatrixUnitNanoseconds(row.tiles, work, tokens),
+                MatrixUnitNanoseconds(row.tiles, work, tokens + 1));
     }
   }
 }
@@ -50,11 +51,11 @@ TEST(CpuCost, Counts_AreThoseOfTheKernels) {
   EXPECT_EQ(VectorNanoseconds(passes, {1, 8}, 17), 3.0);
   EXPECT_EQ(VectorNanoseconds(passes, {1, 4}, 17), 5.0);
   // Evenly full tiles, in twos above 16 tokens; fewer than twelve rows cost as many.
-  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 5), 16.0);
-  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 17), 24.0);
-  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 72), 72.0);
-  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 128), 128.0);
-  EXPECT_EQ(TileNanoseconds(passes, {2, 8}, kMaxJobTokens + 1), 4.0);
+  EXPECT_EQ(MatrixUnitNanoseconds(rows, {1, 8}, 5), 16.0);
+  EXPECT_EQ(MatrixUnitNanoseconds(rows, {1, 8}, 17), 24.0);
+  EXPECT_EQ(MatrixUnitNanoseconds(rows, {1, 8}, 72), 72.0);
+  EXPECT_EQ(MatrixUnitNanoseconds(rows, {1, 8}, 128), 128.0);
+  EXPECT_EQ(MatrixUnitNanoseconds(passes, {2, 8}, kMaxJobTokens + 1), 4.0);
   EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 8), 7.0);    // arithmetic hides behind reading
   EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 80), 10.0);  // or the other way round
 }
@@ -75,7 +76,7 @@ double Regret(const CpuCostRow& row, const ExpertWork& work, int64_t from) {
   double worst = 0;
   for (int64_t tokens = 1; tokens <= kMostCrossoverTokens; ++tokens) {
     const double ratio =
-        VectorNanoseconds(row.vectors, work, tokens) / TileNanoseconds(row.tiles, work, tokens);
+        VectorNanoseconds(row.vectors, work, tokens) / MatrixUnitNanoseconds(row.tiles, work, tokens);
     worst = std::max(worst, tokens < from ? ratio : 1 / ratio);
   }
   return worst;
@@ -95,19 +96,19 @@ TEST(CpuCost, Crossover_IsThatOfABruteForceSearch) {
         best = from;
       }
     }
-    EXPECT_EQ(TileCrossover(row, work), best) << "round " << round;
+    EXPECT_EQ(MatrixUnitCrossover(row, work), best) << "round " << round;
   }
 }
 
 TEST(CpuCost, Crossover_EndsOfTheScale) {
   CpuCostRow row;
   row.vectors = {0, 0, 0, 0, 1};
-  EXPECT_EQ(TileCrossover(row, {64, 8}), kMostCrossoverTokens + 1) << "there are no tiles";
+  EXPECT_EQ(MatrixUnitCrossover(row, {64, 8}), kMostCrossoverTokens + 1) << "there are no tiles";
   row.has_tiles = true;
   row.tiles = {0, 0, 0, 0, 2};
-  EXPECT_EQ(TileCrossover(row, {64, 8}), kMostCrossoverTokens + 1) << "tiles never pay";
+  EXPECT_EQ(MatrixUnitCrossover(row, {64, 8}), kMostCrossoverTokens + 1) << "tiles never pay";
   row.tiles = {0, 0, 0, 0, 0.5};
-  EXPECT_EQ(TileCrossover(row, {64, 8}), 1) << "tiles always pay";
+  EXPECT_EQ(MatrixUnitCrossover(row, {64, 8}), 1) << "tiles always pay";
 }
 
 TEST(CpuCost, Latency_EndsWhereMultiplyingTakesLonger) {
@@ -171,7 +172,7 @@ TEST(CpuCost, EveryKernel_HasANameAndFiguresOfItsCodes) {
     for (const TileKind tile : {kTileA16, kTileA8}) {
       const CostChoice choice = FindCost(nullptr, Machine(), Isa::kAmx, kernel, tile, false);
       ASSERT_NE(choice.row, nullptr) << name;
-      EXPECT_LE(TileCrossover(*choice.row, {4096, 8}), kMostCrossoverTokens)
+      EXPECT_LE(MatrixUnitCrossover(*choice.row, {4096, 8}), kMostCrossoverTokens)
           << name << ": tiles are never reached";
     }
   }

@@ -27,7 +27,8 @@ inline void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> to
   const Layer layer = TileLayer(spec);
   const Definition definition(layer);
   const Runner runner = MakeTileRunner(layer);
-  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*runner.experts).tiles() != nullptr, tiles) << spec.scheme;
+  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*runner.experts).matrix_unit() != nullptr, tiles)
+      << spec.scheme;
   for (const int64_t tokens : token_counts) {
     const Batch batch = MakeBatch(spec, tokens, static_cast<uint32_t>(17 + tokens));
     const double error = RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch));

@@ -314,9 +314,9 @@ void ExpectStoredClose(const BlockType& gate_up, const BlockType& down, const cp
   const LayerSpec spec{.hidden = 384, .intermediate = 256, .experts = 2, .top_k = 1};
   const Layer layer = MakeStoredLayer(spec, gate_up, down);
   const cpu::CpuPlan plan = cpu::MakeCpuPlan(layer.problem, MachineWithTiles());
-  ASSERT_TRUE(plan.tiles.enabled);
-  EXPECT_EQ(plan.tiles.weights[0], ways[0]) << plan.gate_up.panel.ToString();
-  EXPECT_EQ(plan.tiles.weights[1], ways[1]) << plan.down.panel.ToString();
+  ASSERT_TRUE(plan.matrix_unit.enabled);
+  EXPECT_EQ(plan.matrix_unit.gemms[0].weights, ways[0]) << plan.gate_up.panel.ToString();
+  EXPECT_EQ(plan.matrix_unit.gemms[1].weights, ways[1]) << plan.down.panel.ToString();
   const Definition definition(layer);
   const Runner runner = MakeTileRunner(layer);
   for (const int64_t tokens : {1, 19, 64}) {
@@ -387,7 +387,7 @@ TEST(Tiles_Integers, OfTwoTypes_HaveAFormatForEachGemm) {
   for (const char* mode : {"throughput", "latency"}) {
     layer.problem.mode = mode;
     const cpu::CpuPlan plan = cpu::MakeCpuPlan(layer.problem, MachineWithTiles());
-    EXPECT_EQ(plan.tiles.enabled, layer.problem.mode == "throughput");
+    EXPECT_EQ(plan.matrix_unit.enabled, layer.problem.mode == "throughput");
     EXPECT_EQ(plan.gate_up.panel.ToString(), "n16k64(U4, F16 per 32)");
     EXPECT_EQ(plan.down.panel.ToString(), "n16k64(U8, F16 per 32)");
     EXPECT_EQ(plan.gate_up.kernel, cpu::kWeightU4Group32);

@@ -243,7 +243,7 @@ TEST(Tiles, MoreResultsThanMayWait_GiveTheSameBitsOnThreads) {
   Layer layer = TileLayer(spec);
   machine.num_cores = 1;
   layer.problem.num_threads = 2;
-  ASSERT_LT(cpu::MakeCpuPlan(layer.problem, machine).tiles.max_slot_sums, 700 * 4);
+  ASSERT_LT(cpu::MakeCpuPlan(layer.problem, machine).matrix_unit.max_slot_sums, 700 * 4);
   ExpectSameBits(spec, MakeBatch(spec, 700, 3), "throughput", machine);
 }
 
@@ -253,7 +253,7 @@ TEST(Tiles, ResultsWait_WhereverThereMayBeThreads) {
   const auto max_slot_sums = [&](int threads, int cores) {
     layer.problem.num_threads = threads;
     machine.num_cores = cores;
-    return cpu::MakeCpuPlan(layer.problem, machine).tiles.max_slot_sums;
+    return cpu::MakeCpuPlan(layer.problem, machine).matrix_unit.max_slot_sums;
   };
   EXPECT_EQ(max_slot_sums(1, 1), 0);
   EXPECT_GT(max_slot_sums(2, 1), 0);
@@ -300,9 +300,9 @@ TEST(Tiles, ThroughputMode_IsBatchInvariant) {
 TEST(Tiles, BatchInvarianceAndLatencyMode_PinTheVectorKernels) {
   Layer layer = TileLayer({.scheme = "nvfp4_w4a16"}, "");
   layer.problem.determinism = Determinism::kBatchInvariant;
-  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*MakeTileRunner(layer).experts).tiles(), nullptr);
+  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*MakeTileRunner(layer).experts).matrix_unit(), nullptr);
   layer = TileLayer({.scheme = "nvfp4_w4a16"}, "latency");
-  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*MakeTileRunner(layer).experts).tiles(), nullptr);
+  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*MakeTileRunner(layer).experts).matrix_unit(), nullptr);
 }
 
 TEST(Tiles, NanOfOneToken_StaysInItsRow) {
@@ -341,7 +341,7 @@ TEST(Tiles_WithoutAMode, TakeWhatTheFiguresSay) {
                         std::shared_ptr<const CpuCosts> costs = nullptr) {
     Layer layer = TileLayer({.scheme = scheme, .hidden = 128, .intermediate = 128}, mode);
     layer.problem.cpu_costs = std::move(costs);
-    return cpu::MakeCpuPlan(layer.problem, MachineWithTiles()).tiles;
+    return cpu::MakeCpuPlan(layer.problem, MachineWithTiles()).matrix_unit;
   };
   for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16", "fp8_w8a16", "unquantized",
                              "nvfp4_w4a4", "int8_w8a8", "int8_w8a16"}) {
@@ -353,7 +353,7 @@ TEST(Tiles_WithoutAMode, TakeWhatTheFiguresSay) {
     CpuCosts costs;
     costs.rows = {
         {"nvfp4_w4a16", "amx", "nvfp4", "a16", false, {0, 0, 0, 0, 1}, {0, 0, 0, 0, token_ns}, true}};
-    const cpu::TilePlan plan = tiles("nvfp4_w4a16", "", std::make_shared<const CpuCosts>(costs));
+    const cpu::MatrixUnitPlan plan = tiles("nvfp4_w4a16", "", std::make_shared<const CpuCosts>(costs));
     EXPECT_EQ(plan.enabled, token_ns < 1);
     EXPECT_EQ(plan.from_tokens, token_ns < 1 ? 1 : 0);
   }
@@ -366,7 +366,7 @@ TEST(Tiles, ManyTokensOfOneExpert_AreCutIntoJobsThatFitL2) {
   const auto job_tokens = [&](int64_t hidden) {
     Layer layer =
         TileLayer({.scheme = "unquantized", .hidden = hidden, .intermediate = 64, .max_tokens = 600});
-    return cpu::MakeCpuPlan(layer.problem, machine).tiles.job_tokens;
+    return cpu::MakeCpuPlan(layer.problem, machine).matrix_unit.job_tokens;
   };
   EXPECT_EQ(job_tokens(2048), 256);
   EXPECT_EQ(job_tokens(1280), 384);

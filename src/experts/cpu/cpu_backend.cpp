@@ -5,6 +5,7 @@
 #include "experts/cpu/cpu_experts.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/cpu_weights.hpp"
+#include "experts/cpu/cpu_workspace.hpp"
 #include "moe/cost.hpp"
 
 namespace fusedmoe {
@@ -12,8 +13,8 @@ namespace {
 
 /// The unit (probe.hpp) that the micro-kernels keep busy: integer tiles run on byte dot products.
 std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert) {
-  if (plan.tiles.enabled && tokens_per_expert >= static_cast<double>(plan.tiles.from_tokens)) {
-    return plan.tiles.int8 ? "amx_int8" : "amx_bf16";
+  if (plan.matrix_unit.enabled && tokens_per_expert >= static_cast<double>(plan.matrix_unit.from_tokens)) {
+    return plan.matrix_unit.int8 ? "amx_int8" : "amx_bf16";
   }
   switch (plan.gate_up.tile) {
     case cpu::kTileBf16:
@@ -44,7 +45,7 @@ std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert
 
 /// Plan::input_dtype.
 std::string InputsOf(const cpu::CpuPlan& plan) {
-  if (plan.rows != cpu::RowRule::kAsTheyAre || plan.tiles.codes) {
+  if (plan.rows != cpu::RowRule::kAsTheyAre || plan.matrix_unit.codes) {
     return "";
   }
   const auto vectors = [&]() -> std::string {
@@ -66,12 +67,12 @@ std::string InputsOf(const cpu::CpuPlan& plan) {
     }
   };
   const std::string held = vectors();
-  return plan.tiles.enabled && held != "BF16" ? held + ", BF16 on tiles" : held;
+  return plan.matrix_unit.enabled && held != "BF16" ? held + ", BF16 on tiles" : held;
 }
 
 /// Whether kernels round the values between the GEMMs, which no scheme quantizes, to BF16.
 bool HoldsMidInBf16(const cpu::CpuPlan& plan) {
-  return (plan.tiles.enabled && !plan.tiles.codes) ||
+  return (plan.matrix_unit.enabled && !plan.matrix_unit.codes) ||
          (plan.down.tile == cpu::kTileBf16 && plan.rows == cpu::RowRule::kAsTheyAre);
 }
 
@@ -85,7 +86,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.activation_format = config.activation_format;
   plan.activation = problem.activation;
   plan.recipe = cpu::LayoutRecipe(cpu_plan);
-  if (cpu_plan.tiles.rounds_weights()) {
+  if (cpu_plan.matrix_unit.rounds_weights()) {
     plan.layout_error = 0x1p-9;  // weights to bf16, with the scale of their group
   }
   plan.input_dtype = InputsOf(cpu_plan);
@@ -94,13 +95,13 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   const double slots = static_cast<double>(plan.tokens * config.top_k());
   const double experts = ExpectedExperts(config, plan.tokens);
   plan.arithmetic = std::string(ArithmeticOf(cpu_plan, slots / std::max(experts, 1.0)));
-  plan.tile_tokens = cpu_plan.tiles.enabled ? cpu_plan.tiles.from_tokens : 0;
+  plan.tile_tokens = cpu_plan.matrix_unit.enabled ? cpu_plan.matrix_unit.from_tokens : 0;
   plan.costs = cpu_plan.cost_source;
   return plan;
 }
 
 void BookWorkspace(const MoeProblem& problem, const Machine& machine, WorkspaceBook& book) {
-  cpu::BookCpuSlots(cpu::MakeCpuPlan(problem, machine), book);
+  cpu::BookCpuWorkspace(cpu::MakeCpuPlan(problem, machine), book);
 }
 
 Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& machine, const ExpertSource& source,

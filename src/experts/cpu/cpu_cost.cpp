@@ -8,8 +8,8 @@
 
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_cost_table.hpp"
-#include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
+#include "experts/cpu/vectors/tiles.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -88,7 +88,7 @@ PathCounts VectorCounts(const ExpertWork& work, int64_t tokens) {
           static_cast<double>(work.padded ? PaddedTokens(work, tokens) : tokens)};
 }
 
-PathCounts TileCounts(int64_t tokens) {
+PathCounts MatrixUnitCounts(int64_t tokens) {
   // Tiles of fewer than twelve rows are no faster.
   const int64_t rows = tokens <= 16 ? 16 : 2 * TileBlocks(tokens) * std::max<int64_t>(TileTokens(tokens), 12);
   return {static_cast<double>(CeilDiv(tokens, kMaxJobTokens)), static_cast<double>(rows),
@@ -99,19 +99,19 @@ double VectorNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_
   return tokens > 0 ? Nanoseconds(cost, work, VectorCounts(work, tokens)) : 0.0;
 }
 
-double TileNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_t tokens) {
-  return tokens > 0 ? Nanoseconds(cost, work, TileCounts(tokens)) : 0.0;
+double MatrixUnitNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_t tokens) {
+  return tokens > 0 ? Nanoseconds(cost, work, MatrixUnitCounts(tokens)) : 0.0;
 }
 
-int64_t TileCrossover(const CpuCostRow& row, const ExpertWork& work) {
+int64_t MatrixUnitCrossover(const CpuCostRow& row, const ExpertWork& work) {
   if (!row.has_tiles) {
     return kMostCrossoverTokens + 1;
   }
-  // below[n]: the worst ratio when counts 1..n stay with the vectors; above: when n.. go to the tiles.
+  // below[n]: the worst ratio when counts 1..n stay with the vectors; above: when n.. go to the unit.
   std::array<double, kMostCrossoverTokens + 2> below{}, above{};
   const auto ratio = [&](int64_t tokens) {
     return VectorNanoseconds(row.vectors, work, tokens) /
-           std::max(TileNanoseconds(row.tiles, work, tokens), 1e-9);
+           std::max(MatrixUnitNanoseconds(row.tiles, work, tokens), 1e-9);
   };
   for (int64_t n = 1; n <= kMostCrossoverTokens; ++n) {
     below[static_cast<size_t>(n)] = std::max(below[static_cast<size_t>(n - 1)], ratio(n));

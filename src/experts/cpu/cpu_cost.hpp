@@ -11,7 +11,7 @@
 
 /// Which path multiplies an expert, as a pure function of its token count and a few constants (CpuPathCost).
 /// Vectors are the micro-kernels, short tiles (few tokens: bound by reading) as well as tall ones: a pass for
-/// every `max_height` tokens, no rows but tokens. Tiles are those of the matrix unit: a pass for
+/// every `max_height` tokens, no rows but tokens. The matrix unit (CpuCostRow::tiles): a pass for
 /// kMaxJobTokens, and the rows of all its tiles.
 namespace fusedmoe::cpu {
 
@@ -27,18 +27,18 @@ struct PathCounts {
   double passes = 0, rows = 0, tokens = 0;
 };
 PathCounts VectorCounts(const ExpertWork& work, int64_t tokens);
-PathCounts TileCounts(int64_t tokens);
+PathCounts MatrixUnitCounts(int64_t tokens);
 
 /// Nanoseconds of one thread; 0 for no tokens. Never less for more tokens.
 double VectorNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_t tokens);
-double TileNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_t tokens);
+double MatrixUnitNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_t tokens);
 
 /// Token counts beyond this one are taken to behave like it.
 inline constexpr int64_t kMostCrossoverTokens = 1024;
-/// The count from which on tiles take the expert: the one that keeps the worst ratio of the chosen path to
-/// the other as small as it can be, since tiles cost the same for 17 tokens as for 32 and curves may cross
-/// more than once. The smallest of equals; kMostCrossoverTokens + 1: tiles never.
-int64_t TileCrossover(const CpuCostRow& row, const ExpertWork& work);
+/// The count from which on the unit takes the expert: the one that keeps the worst ratio of the chosen path
+/// to the other as small as it can be, since the unit takes as long for 17 tokens as for 32 and curves may
+/// cross more than once. The smallest of equals; kMostCrossoverTokens + 1: never.
+int64_t MatrixUnitCrossover(const CpuCostRow& row, const ExpertWork& work);
 
 /// Up to so many tokens of an expert, reading or decoding a block takes longer than multiplying it; at
 /// least 1.

@@ -1,7 +1,7 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,6 +11,7 @@
 
 #include "experts/cpu/cpu_cost.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
+#include "experts/cpu/matrix_unit/matrix_unit_plan.hpp"
 #include "moe/backend.hpp"
 #include "weights/panel.hpp"
 
@@ -31,8 +32,18 @@ enum class RowRule : uint8_t {
   kFakeQuantized  ///< quantized by the scheme and back in fp32: for tiles that cannot hold the scheme's codes
 };
 
-/// One of the two GEMMs: [rows, cols] of one expert in stripes.
+/// The GEMMs of an expert: gate and up together, and down.
+enum Gemm : int { kGateUp, kDown, kNumGemms };
+
+/// Rows that are packed for them. Where gate and up see the same, there are none for up.
+enum Operand : int { kGateInput, kUpInput, kMid, kNumOperands };
+inline Gemm GemmOf(Operand operand) {
+  return operand == kMid ? kDown : kGateUp;
+}
+
+/// One of the GEMMs: [rows, cols] of one expert in stripes.
 struct GemmShape {
+  Gemm gemm = kGateUp;
   PanelFormat panel;
   /// The panels hold what the matrices were stored as (weights/narrow.hpp), not the format of the layer.
   bool narrow = false;
@@ -59,54 +70,12 @@ struct GemmShape {
   int64_t padded_rows() const { return stripes * kPanelRows; }
 };
 
-/// The matrix unit's part of a plan: experts with enough tokens.
-struct TilePlan {
-  bool enabled = false;
-  bool int8 = false;   ///< tokens in int8 instead of bf16
-  bool codes = false;  ///< rows are quantized by the scheme; else rounded to bf16
-  TileWeights weights[2] = {kExactWeights, kExactWeights};  ///< of gate_up and down
-  int64_t from_tokens = 0;    ///< of an expert, from which on tiles are faster than vectors
-  int64_t scale_group = 0;    ///< k that share a scale of a token; 0: the row
-  int64_t weight_group = 0;   ///< k that share a scale of a row of weights, where sums are scaled in groups
-  int64_t row_bytes[2] = {};  ///< of a token, in gate_up and down
-  int64_t sides[2] = {};      ///< floats of a token: scales and sums
-  int64_t num_sums[2] = {};   ///< of them
-  int64_t shared_rows = 0;    ///< tokens that several experts of a piece share
-  /// Of one job, at most: its packed tokens stay in L2 beside the weights (measured at 1024 tokens: 28 % of
-  /// the peak in one job, 50 % in four).
-  int64_t job_tokens = kMaxJobTokens;
-  /// Of small jobs that go through the layer together, at most: five sixteenths of L2 for their tokens leave
-  /// room for intermediate rows and what passes through (half of L2 took 1.2 to 1.4 % longer: NVFP4 with 64
-  /// and 128 tokens an expert, FP8 with 128, INT8 with 256).
-  int64_t group_rows = kMaxJobTokens;
-  int64_t max_jobs = 0;
-  /// Slots whose rows of results wait side by side until they are added up by token, where several threads
-  /// work (cpu_jobs.cpp).
-  int64_t max_slot_sums = 0;
-  int64_t max_rows = 0;     ///< padding included
-  int64_t num_scratch = 0;  ///< threads that may be at work: those of the plan, or the cores if they are more
-  /// Weights times the scale of their group are rounded to bf16.
-  bool rounds_weights() const { return enabled && (Rounds(weights[0]) || Rounds(weights[1])); }
-
- private:
-  static bool Rounds(TileWeights of) { return of == kRoundedInF16 || of == kRoundedInF32; }
-};
-inline constexpr int64_t kMaxTileScratch = 256;
-/// Threads that share too few jobs cut them as short as that: with 128 tokens kernels reach 0.92 to 0.96 of
-/// the rate that they have with 256, with 64 tokens 0.75 to 0.8 (docs/kernels_amx.md, kernels alone).
-inline constexpr int64_t kFewestSharedTokens = 128;
-/// Groups of jobs for each thread from which on a group is one thread's.
-inline constexpr int64_t kGroupsPerThread = 2;
-/// Tasks for each thread on the matrix unit: enough to level out, few enough that each has several steps to
-/// overlap.
-inline constexpr int64_t kTasksPerThread = 4;
-
 /// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
 struct CpuPlan {
   Isa isa = Isa::kAvx2;
   Isa vector_isa = Isa::kAvx2;  ///< of the micro-kernels
   Mode mode = Mode::kLatency;
-  std::string cost_source;  ///< of the figures behind `mode` and `tiles.from_tokens`
+  std::string cost_source;  ///< of the figures behind `mode` and `matrix_unit.from_tokens`
   bool products = false;    ///< panels hold codes times block scales
   /// How rows are brought into tiles.
   RowRule rows = RowRule::kAsTheyAre;
@@ -134,12 +103,20 @@ struct CpuPlan {
   bool next_into_l2 = false;
   /// Tall tiles that meet the weights of a call together, at most.
   int batch_tiles = kBatchTiles;
-  TilePlan tiles;
+  MatrixUnitPlan matrix_unit;
+
+  const GemmShape& shape(Gemm gemm) const { return gemm == kDown ? down : gate_up; }
+  /// Of the longer rows, padding included.
+  int64_t widest_cols() const { return std::max(gate_up.padded_cols, down.padded_cols); }
 };
 
 /// The weights of an expert of the plan, for cpu_cost.hpp.
 ExpertWork WorkOf(const CpuPlan& plan);
 
+/// Bytes of activations that may be in flight. Below it a piece has enough tokens per expert to be bound by
+/// arithmetic with the largest layers in use (DeepSeek-V3 at 1024 tokens: 240 MB); far above it pieces only
+/// cost memory.
+inline constexpr int64_t kInFlightBytes = int64_t{256} << 20;
 /// Bits of the mask that the system takes.
 inline constexpr int kMostMemoryNodes = 64;
 
@@ -151,48 +128,5 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
 
 /// Latency up to `latency_tokens` per expert.
 Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens, int64_t latency_tokens);
-
-/// The next tile of an expert that has `left` tokens left. `tall`: CpuPlan::tall.
-struct TileCut {
-  int32_t tokens, height_index;
-};
-TileCut NextTile(int64_t left, int max_height_index, bool tall);
-
-/// Where the pieces of a workspace lie.
-struct CpuSlots {
-  WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, tile_rows, token_places,
-      token_tiles, input_tiles, slot_tiles, mid, mid_tiles, output;
-  WorkspaceSlot jobs, job_groups, tokens, sides, token_rows, token_sides, scratch, scratch_rows, slot_ends,
-      slot_sums, output_offsets, output_slots;
-};
-CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book);
-
-/// A tile of the slots of one expert.
-struct Tile {
-  int32_t expert = 0;
-  int32_t first_slot = 0;
-  int32_t count = 0;
-  int32_t height_index = 0;
-  int64_t first_row = 0;  ///< tile rows (padding included) before it
-};
-
-/// Whether the kernels read each token of a tile as a tile of its own; else they stand side by side.
-inline bool ReadsTokensApart(const CpuPlan& plan, const Tile& tile) {
-  return tile.height_index == 0 || (plan.tall && kHeights[tile.height_index] == kMaxHeight);
-}
-/// Rows of a tile in the memory of tiles.
-inline int64_t TileRows(const CpuPlan& plan, const Tile& tile) {
-  return ReadsTokensApart(plan, tile) ? tile.count : kHeights[tile.height_index];
-}
-
-/// Jobs of the matrix unit that one thread takes from hidden states to results, or that all threads share.
-struct JobGroup {
-  int64_t begin = 0, end = 0;  ///< jobs
-  int64_t rows = 0;            ///< of their packed tokens
-  int64_t first_row = 0;       ///< where these begin, if every group has a place of its own
-};
-
-/// Packing tasks of the vectors, at most: each has a piece of the buffers for rows.
-inline constexpr int64_t kPackTasks = 64;
 
 }  // namespace fusedmoe::cpu

@@ -105,10 +105,10 @@ RecipeText LayoutRecipe(const CpuPlan& plan) {
   pad("hidden_k", plan.gate_up.cols, plan.gate_up.padded_cols);
   pad("intermediate_k", plan.down.cols, plan.down.padded_cols);
   if (plan.gate_up.parts == 2) {
-    recipe.push_back("interleave_gate_up(16)");
+    recipe.emplace_back("interleave_gate_up(16)");
   }
   if (plan.products) {
-    recipe.push_back("multiply_block_scales(BF16)");
+    recipe.emplace_back("multiply_block_scales(BF16)");
   }
   recipe.push_back("panel(" + PanelNames(plan, ", down ") + ")");
   return recipe;
@@ -198,18 +198,17 @@ Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const Prep
   std::vector<ExpertPanels> experts(static_cast<size_t>(plan.num_local_experts));
   for (int64_t e = 0; e < plan.num_local_experts; ++e) {
     ExpertPanels& expert = experts[static_cast<size_t>(e)];
-    expert.gate_up = gate_up + e * plan.gate_up.expert_bytes();
-    expert.down = down + e * plan.down.expert_bytes();
-    expert.gate_up_scale = gate_up_scale + e * gate_up_side;
-    expert.gate_up_bias = at(gate_up_bias, e * gate_up_side);
-    expert.down_scale = down_scale + e * down_side;
-    expert.down_bias = at(down_bias, e * down_side);
-    for (int64_t part = 0; part < 2; ++part) {
-      expert.input[part] = {at(input_columns, (2 * e + part) * plan.gate_up.padded_cols),
-                            at(input_factor, (2 * e + part) * plan.gate_up.cols), tensor_scale[3 * e + part]};
+    expert.gate_up = {gate_up + e * plan.gate_up.expert_bytes(), gate_up_scale + e * gate_up_side,
+                      at(gate_up_bias, e * gate_up_side)};
+    expert.down = {down + e * plan.down.expert_bytes(), down_scale + e * down_side,
+                   at(down_bias, e * down_side)};
+    for (const Operand operand : {kGateInput, kUpInput}) {
+      expert.input[operand] = {at(input_columns, (2 * e + operand) * plan.gate_up.padded_cols),
+                               at(input_factor, (2 * e + operand) * plan.gate_up.cols),
+                               tensor_scale[3 * e + operand]};
     }
-    expert.mid = {at(mid_columns, e * plan.down.padded_cols), at(mid_factor, e * plan.down.cols),
-                  tensor_scale[3 * e + 2]};
+    expert.input[kMid] = {at(mid_columns, e * plan.down.padded_cols), at(mid_factor, e * plan.down.cols),
+                          tensor_scale[3 * e + kMid]};
   }
   return experts;
 }

@@ -20,16 +20,19 @@ struct InputTransform {
   bool operator==(const InputTransform&) const = default;
 };
 
-/// One expert as the kernels see it. Pointers live in the prepared weights.
+/// A matrix as the kernels see it; gate and up are one, whose stripes alternate.
+struct MatrixPanels {
+  const uint8_t* stripes = nullptr;
+  const float* row_scale = nullptr;  ///< [stripe][16]
+  const float* bias = nullptr;       ///< the same, or null
+};
+
+/// One expert. Pointers live in the prepared weights.
 struct ExpertPanels {
-  const uint8_t* gate_up = nullptr;
-  const uint8_t* down = nullptr;
-  const float* gate_up_scale = nullptr;  ///< [stripe][part][16]
-  const float* gate_up_bias = nullptr;   ///< the same, or null
-  const float* down_scale = nullptr;     ///< [stripe][16]
-  const float* down_bias = nullptr;
-  InputTransform input[2];  ///< of gate and up (ungated: the second is the first)
-  InputTransform mid;
+  MatrixPanels gate_up, down;
+  InputTransform input[kNumOperands];  ///< ungated: that of up is that of gate
+
+  const MatrixPanels& matrix(Gemm gemm) const { return gemm == kDown ? down : gate_up; }
 };
 
 /// Of the panels of one expert and what always stands beside them: row scales, tensor scales of activations,

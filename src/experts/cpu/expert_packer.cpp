@@ -80,7 +80,7 @@ class MatrixPacking {
           .WithHint("scale groups that a slice cuts need activation order to be declared");
     }
     columns_.resize(static_cast<size_t>(shape.padded_cols), -1);
-    const int target = matrix.shape == &plan.down ? 1 : 0;
+    const Gemm target = shape.gemm;
     const int64_t side = shape.parts * shape.stripes * kPanelRows;
     panels_ = targets.panels[target] + expert * shape.expert_bytes();
     row_scale_ = targets.row_scale[target] + expert * side;

@@ -85,7 +85,7 @@ class SizeRun {
       for (size_t i = 0; i < std::size(kTokens) && IsMeasured(run.path->tiles, kTokens[i]); ++i) {
         const int64_t tokens = kTokens[i];
         const cpu::PathCounts counts =
-            run.path->tiles ? cpu::TileCounts(tokens) : cpu::VectorCounts(run.work, tokens);
+            run.path->tiles ? cpu::MatrixUnitCounts(tokens) : cpu::VectorCounts(run.work, tokens);
         run.path->points.push_back({static_cast<double>(run.work.blocks), tokens, counts.passes, counts.rows,
                                     counts.tokens, run.nanoseconds[i]});
       }

@@ -131,7 +131,7 @@ CpuCrossover CrossoverOf(const CpuCostRow& row) {
   work.max_height = cpu::kMaxHeight;  // of the levels that have tiles beside their vectors
   CpuCrossover crossover;
   crossover.latency_tokens = cpu::LatencyTokens(row.vectors);
-  const int64_t tiles = cpu::TileCrossover(row, work);
+  const int64_t tiles = cpu::MatrixUnitCrossover(row, work);
   crossover.tile_tokens = tiles > cpu::kMostCrossoverTokens ? 0 : tiles;
   return crossover;
 }
