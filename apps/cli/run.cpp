@@ -158,6 +158,7 @@ Json CheckToJson(const CheckReport& report) {
             {"requantization", report.bound.requantization},
             {"activation_rounding", report.bound.activation_rounding},
             {"layout", report.bound.layout},
+            {"one_event", report.bound.one_event},
             {"factor", report.bound.factor}}},
           {"ok", report.ok}};
 }

@@ -116,6 +116,18 @@ DrawnCase Draw(const std::string& scheme_name, uint64_t seed) {
   return drawn;
 }
 
+Batch MakeBatch(const DrawnCase& drawn) {
+  Batch batch{testing_support::RandomRows(drawn.tokens, drawn.config.hidden, drawn.dtype, drawn.seed + 1),
+              testing_support::MakeRandomRouting(drawn.tokens, drawn.config.top_k(), drawn.config.num_experts,
+                                                 drawn.seed + 2)};
+  for (size_t slot = 0; slot < batch.routing.ids.size(); ++slot) {
+    if (drawn.seed % 3 == 0 && slot % 7 == 3) {
+      batch.routing.ids[slot] = -1;
+    }
+  }
+  return batch;
+}
+
 std::ostream& operator<<(std::ostream& stream, const DrawnCase& drawn) {
   const MoeConfig& config = drawn.config;
   const ActivationSpec& activation = config.activation;

@@ -5,7 +5,10 @@
 #include <string>
 
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/tensor.hpp>
 #include <fusedmoe/weights.hpp>
+
+#include "support/random_layer.hpp"
 
 namespace fusedmoe::conformance {
 
@@ -25,5 +28,14 @@ std::ostream& operator<<(std::ostream& stream, const DrawnCase& drawn);
 /// The problem of that seed: sizes that the scheme's groups divide (and odd ones where it has none), an
 /// activation with its parameters, biases, zero points, activation order, smoothing, several batch sizes.
 DrawnCase Draw(const std::string& scheme, uint64_t seed);
+
+/// What goes through it.
+struct Batch {
+  Tensor hidden;
+  testing_support::RandomRouting routing;
+};
+
+/// Hidden states and routing from the seed of the problem; in one of three, slots that the caller leaves out.
+Batch MakeBatch(const DrawnCase& drawn);
 
 }  // namespace fusedmoe::conformance

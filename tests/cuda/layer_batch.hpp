@@ -42,21 +42,14 @@ inline std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch) {
   return RunLayer(layer, batch, *workspace);
 }
 
-/// The bound of verify, and the one event that a small batch cannot average out (tests/conformance says
-/// more).
+/// The bound of verify.
 inline double AllowedError(const MoeLayer& layer, DType dtype, int64_t tokens) {
   const MoeConfig& config = layer.config();
-  double bound = BoundOf(layer.plan(), layer.scheme(), dtype, config.hidden, config.intermediate).value();
+  const double bound = BoundOf(layer.plan(), layer.scheme(), dtype, config.hidden, config.intermediate, false,
+                               tokens * config.top_k())
+                           .value();
   // Operands are BF16 or F16 whatever the hidden states are.
-  bound = std::hypot(bound, dtype == DType::kBF16 ? 0.0 : 4 * 0x1p-9);
-  const ActivationFormat& activation = layer.scheme().activation;
-  if (!activation.quantized()) {
-    return bound;
-  }
-  const double step = *activation.element == DType::kF4E2M1 ? 0.5 : 0.125;
-  const auto values = static_cast<double>(tokens * config.top_k() * config.intermediate);
-  const auto group = static_cast<double>(std::max<int64_t>(activation.group.col, 1));
-  return std::hypot(bound, step * std::sqrt((group + 15.0) / values));
+  return std::hypot(bound, dtype == DType::kBF16 ? 0.0 : 4 * 0x1p-9);
 }
 
 }  // namespace fusedmoe

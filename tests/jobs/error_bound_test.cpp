@@ -151,6 +151,35 @@ TEST(ErrorBound, LargestValueOnAThreshold_CostsAStepOfItsRow) {
   EXPECT_LT(on_threshold, 8e-3);
 }
 
+TEST(ErrorBound, FewValues_AllowOneEvent) {
+  const auto event = [](const char* scheme, int64_t rows) {
+    return BoundOf(PlanWith("F32"), SchemeOf(scheme), DType::kF32, 256, 64, false, rows).one_event;
+  };
+  EXPECT_EQ(event("fp8_w8a8:channel", 0), 0);
+  EXPECT_DOUBLE_EQ(event("fp8_w8a8:channel", 1), 4.0 / 8 / 8);  // four of sqrt(64), by an eighth
+  EXPECT_DOUBLE_EQ(event("fp8_w8a8:channel", 100), event("fp8_w8a8:channel", 1) / 10);
+  EXPECT_DOUBLE_EQ(event("int8_w8a8:channel", 1), 16.0 / 127 / 8);
+  EXPECT_GT(event("mxfp8_w8a8", 1), event("fp8_w8a8:channel", 1)) << "an exponent is that of its group";
+  EXPECT_EQ(event("fp8_w8a16:channel", 1), 0);
+}
+
+TEST(ErrorBound, OneCodeOfAnInt8Group_IsWithinTheBound) {
+  // A layer of these sizes, 33 tokens and two experts each, was 7.6e-4 from the definition, all of it in one.
+  const Scheme scheme = SchemeOf("int4_w4a8:g64");
+  EXPECT_LT(BoundOf(PlanWith("F32"), scheme, DType::kF32, 64, 320).value(), 7.6e-4);
+  EXPECT_GT(BoundOf(PlanWith("F32"), scheme, DType::kF32, 64, 320, false, 66).value(), 7.6e-4);
+}
+
+TEST(ErrorBound, Emulation_RoundsSevenTimes) {
+  Plan plan = PlanWith("BF16");
+  const Scheme scheme = SchemeOf("w_mxfp6_e3m2_a_mxfp6_e3m2");
+  const double once = BoundOf(plan, scheme, DType::kBF16, 256, 64).requantization;
+  plan.backend = "EMULATION";
+  EXPECT_NEAR(BoundOf(plan, scheme, DType::kBF16, 256, 64).requantization, std::pow(7.0, 0.25) * once, 1e-9);
+  // Three tokens of these sizes, hidden states of BF16, were 0.123 from the definition.
+  EXPECT_GT(BoundOf(plan, scheme, DType::kBF16, 256, 64, false, 3).value(), 0.123);
+}
+
 TEST(ErrorBound, Terms_AddUpAsSquares) {
   ErrorBound bound;
   bound.output_rounding = 3;

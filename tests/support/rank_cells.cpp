@@ -230,16 +230,9 @@ std::string CompareWithin(const std::vector<float>& actual, const std::vector<fl
 /// now and then a value between the GEMMs becomes the next code, which few tokens do not average out.
 double AllowedError(const RankCell& cell, const MoeLayer& layer, int64_t num_tokens) {
   const bool apart = RanksScaleApart(kIntermediate, layer.config().parallel, layer.scheme());
-  const double bound =
-      BoundOf(layer.plan(), layer.scheme(), cell.output, kHidden, kIntermediate, apart).value();
-  const ActivationFormat& activation = layer.scheme().activation;
-  if (cell.device == "cpu" || !activation.quantized() || num_tokens == 0) {
-    return bound;
-  }
-  const double step = *activation.element == DType::kF4E2M1 ? 0.5 : 0.125;
-  const auto values = static_cast<double>(num_tokens * cell.top_k * kIntermediate);
-  const auto group = static_cast<double>(std::max<int64_t>(activation.group.col, 1));
-  return std::hypot(bound, step * std::sqrt((group + 15.0) / values));
+  return BoundOf(layer.plan(), layer.scheme(), cell.output, kHidden, kIntermediate, apart,
+                 cell.device == "cpu" ? 0 : num_tokens * cell.top_k)
+      .value();
 }
 
 Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,

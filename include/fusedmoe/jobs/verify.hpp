@@ -30,7 +30,10 @@ struct ErrorBound {
                                    ///< whole rows taken over slices
   double layout = 0;               ///< weights that the layout changed (folded scales)
   double factor = 4;               ///< from the expected error to the bound
-  /// factor * sqrt(sum of squares).
+  /// One value of the second GEMM's input on the other side of a threshold, where so few are compared that
+  /// one shows: at most, not expected.
+  double one_event = 0;
+  /// factor * sqrt(sum of squares), and one_event added as a square.
   double value() const;
 };
 
@@ -41,13 +44,15 @@ bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const
 
 /// The bound for a backend that runs by `plan` against the reference, which computes in fp32 and better and
 /// returns F32. `output` is the dtype of the result that is compared. `scales_apart`: ranks
-/// quantize the values between the GEMMs by scales of their own (RanksScaleApart).
+/// quantize the values between the GEMMs by scales of their own (RanksScaleApart). `rows`: how many rows of
+/// experts the outputs compared are made of, tokens * top_k; 0: so many that one event averages out.
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool scales_apart = false);
+                   bool scales_apart = false, int64_t rows = 0);
 
 /// The same for a layer as it was loaded: on its rank, and with its shared expert, whose own plan and scheme
-/// may have larger terms; of each the larger counts. `intermediate`: of the whole layer.
-ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate);
+/// may have larger terms; of each the larger counts. `intermediate`: of the whole layer. So many `tokens` are
+/// compared.
+ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate, int64_t tokens);
 
 struct CheckOptions {
   /// Tokens compared, evenly spread; all, where the activation scale spans the whole batch.

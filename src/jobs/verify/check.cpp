@@ -65,7 +65,7 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
   reference_options.plan_tokens = reference_options.max_tokens;
   reference_options.executor = options.executor;
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference, load(reference_options));
-  report.bound = BoundOfLayer(layer, output.dtype(), reference->config().intermediate);
+  report.bound = BoundOfLayer(layer, output.dtype(), reference->config().intermediate, report.tokens);
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, reference->CreateWorkspace());
   FMOE_ASSIGN_OR_RETURN(const Tensor some_hidden, Gather(hidden, tokens));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_ids, Gather(topk_ids, tokens));

@@ -55,6 +55,21 @@ double LargestOnThreshold(const ActivationFormat& activation, int64_t columns) {
   return 4.0 / divisor / std::sqrt(2.0 * static_cast<double>(group));
 }
 
+// One value that two kernels see on either side of a threshold. Floats: the largest of its group, some four
+// root mean squares, wrong by a step of itself. Where it decides a scale that is stored in few bits, the
+// others of its group are rounded anew. Integers: any of a group whose largest value, 127 steps, is sixteen
+// root mean squares of all, as of a token with long rows. `values` are compared.
+double OneEvent(const ActivationFormat& activation, double values) {
+  const DType element = *activation.element;
+  if (element == DType::kI8) {
+    return 16.0 / 127.0 / std::sqrt(values);
+  }
+  const double step = StepOf(element);
+  const int64_t others =
+      activation.scale_dtype == DType::kF32 ? 0 : std::max<int64_t>(activation.group.col, 1) - 1;
+  return step * std::sqrt((16.0 + static_cast<double>(others)) / values);
+}
+
 constexpr double ErrorBound::*kTerms[] = {&ErrorBound::output_rounding, &ErrorBound::input_rounding,
                                           &ErrorBound::mid_rounding,    &ErrorBound::accumulation,
                                           &ErrorBound::requantization,  &ErrorBound::activation_rounding,
@@ -67,7 +82,7 @@ double ErrorBound::value() const {
   for (double ErrorBound::*term : kTerms) {
     sum += this->*term * (this->*term);
   }
-  return factor * std::sqrt(sum);
+  return std::hypot(factor * std::sqrt(sum), one_event);
 }
 
 bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme) {
@@ -92,7 +107,7 @@ bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const
 }
 
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool scales_apart) {
+                   bool scales_apart, int64_t rows) {
   ErrorBound bound;
   bound.output_rounding = std::hypot(RoundingOf(output), plan.rows_dtype == "BF16" ? 0x1p-9 : 0.0);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
@@ -106,8 +121,11 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   bound.accumulation = std::sqrt(gemm1 * gemm1 + gemm2 * gemm2);
   const bool mid_is_short = plan.intermediate_dtype == "BF16" || plan.intermediate_dtype == "F16";
   const double two_planes = plan.arithmetic == "bf16_dot" ? 0x1p-18 : 0.0;  // of bf16
-  const double mid =
+  double mid =
       mid_is_short ? RoundingOf(plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16) : two_planes;
+  if (plan.backend == "EMULATION") {
+    mid *= std::sqrt(7.0);  // weights, inputs and sums of gate and up are rounded as well
+  }
 
   bound.layout = plan.layout_error;
   if (plan.activation == ActivationMode::kA8) {
@@ -131,6 +149,10 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   const double delta = std::max({mid, gemm1, plan.layout_error});
   bound.requantization = std::hypot(std::sqrt(delta * StepOf(*scheme.activation.element)),
                                     LargestOnThreshold(scheme.activation, intermediate));
+  if (rows > 0) {
+    bound.one_event =
+        OneEvent(scheme.activation, static_cast<double>(rows) * static_cast<double>(intermediate));
+  }
   if (scales_apart) {
     // A rank takes the scale of a row, a group, or of all rows over its slice of the columns or the slots of
     // its experts: other codes than those of the whole, each wrong by a rounding of its own.
@@ -151,23 +173,24 @@ void RoundRows(const Plan& plan, const Scheme& scheme, DType layer, DType rows, 
 
 }  // namespace
 
-ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate) {
+ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate, int64_t tokens) {
   const MoeConfig& config = layer.config();
   // Latent experts read the same rows in all kernels (moe/latent_projections.hpp), and projecting back leaves
   // the relative error of their sums as it is, unless these lie where it has small singular values.
   ErrorBound bound =
       BoundOf(layer.plan(), layer.scheme(), output, config.expert_hidden(), config.intermediate,
-              RanksScaleApart(intermediate, config.parallel, layer.scheme()));
+              RanksScaleApart(intermediate, config.parallel, layer.scheme()), tokens * config.top_k());
   RoundRows(layer.plan(), layer.scheme(), config.dtype, output, bound);
   if (layer.shared_scheme() == nullptr || layer.plan().shared == nullptr) {
     return bound;
   }
   ErrorBound shared = BoundOf(*layer.plan().shared, *layer.shared_scheme(), output, config.hidden,
-                              config.shared.intermediate);
+                              config.shared.intermediate, false, tokens);
   RoundRows(*layer.plan().shared, *layer.shared_scheme(), config.dtype, output, shared);
   for (double ErrorBound::*term : kTerms) {
     bound.*term = std::max(bound.*term, shared.*term);
   }
+  bound.one_event = std::max(bound.one_event, shared.one_event);
   return bound;
 }
 

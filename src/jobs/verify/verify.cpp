@@ -87,7 +87,8 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   RowsDistance distance(output.dtype());
   verify::CompareRows(output, expected, routed, options.worst_rows, report, distance);
   FMOE_RETURN_IF_ERROR(verify::CompareExperts(judged, reference, inputs.hidden, routed, report));
-  ErrorBound bound = BoundOfLayer(*judged.layer, output.dtype(), judged.layer->config().intermediate);
+  ErrorBound bound =
+      BoundOfLayer(*judged.layer, output.dtype(), judged.layer->config().intermediate, inputs.hidden.dim(0));
   bound.output_rounding = std::hypot(bound.output_rounding, distance.step_rounding());
   const double backend_bound = bound.value();
   report.bound = backend_bound;

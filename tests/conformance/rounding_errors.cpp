@@ -1,0 +1,54 @@
+#include "conformance/rounding_errors.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include <fusedmoe/jobs/verify.hpp>
+
+#include "numerics/row_math.hpp"
+
+namespace fusedmoe::conformance {
+
+Arithmetic ArithmeticOf(const DrawnCase& drawn, const Plan& plan, bool quantized) {
+  const MoeConfig& config = drawn.config;
+  const ErrorBound bound =
+      BoundOf(plan, drawn.source.scheme, drawn.dtype, config.hidden, config.intermediate);
+  Arithmetic arithmetic;
+  arithmetic.sums = std::hypot(bound.layout, 2 * kUlp);  // scales and biases are in fp32 everywhere
+  arithmetic.middle = 4 * kUlp;
+  if (plan.arithmetic.empty()) {
+    return arithmetic;  // REFERENCE and the contracts: sums of fp64, nothing in between in fewer bits
+  }
+  arithmetic.sums = std::hypot(arithmetic.sums, bound.accumulation);
+  arithmetic.middle = std::hypot(arithmetic.middle, bound.mid_rounding);
+  arithmetic.input = bound.input_rounding;
+  if (drawn.source.scheme.weight.quantized()) {
+    // Integers of 7 bits and a sign, 15 bits, or 22 for what the scheme has quantized.
+    const double largest_code = plan.activation == ActivationMode::kA8 ? 127.0 : quantized ? 0x1p21 : 0x1p14;
+    arithmetic.step = 1 / largest_code / std::sqrt(12.0);
+  }
+  return arithmetic;
+}
+
+Row Deviations(const Row& row, double relative, double step, bool reordered) {
+  Row deviations(row.size());
+  const auto columns = static_cast<int64_t>(row.size());
+  const int64_t group = reordered ? columns : std::min<int64_t>(64, columns);
+  for (int64_t begin = 0; begin < columns; begin += group) {
+    const int64_t end = std::min(begin + group, columns);
+    const double rounding = step * static_cast<double>(RowAmax(row.data() + begin, end - begin));
+    for (auto k = static_cast<size_t>(begin); k < static_cast<size_t>(end); ++k) {
+      deviations[k] = static_cast<float>(std::hypot(rounding, relative * static_cast<double>(row[k])));
+    }
+  }
+  return deviations;
+}
+
+double VarianceOfDot(const float* weights, const Row& deviations, Row& scratch) {
+  scratch.resize(deviations.size());
+  std::transform(deviations.begin(), deviations.end(), weights, scratch.begin(), std::multiplies<>());
+  return DotRows(scratch.data(), scratch.data(), static_cast<int64_t>(scratch.size()));
+}
+
+}  // namespace fusedmoe::conformance
