@@ -2,7 +2,8 @@
 // in fp64 that says how far each value may lie away (expected_output.hpp). REFERENCE is one of the backends.
 //
 // Problems are drawn from a seed; FMOE_CONFORMANCE_ROUNDS says how many per scheme and backend (default 1;
-// `make test-slow` runs 25), FMOE_CONFORMANCE_SEED where they begin.
+// `make test-slow` runs 25), FMOE_CONFORMANCE_SEED where they begin, FMOE_CONFORMANCE_ISA at which level
+// CPU_FUSED runs (default: the best of the machine).
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -79,6 +80,9 @@ void Check(const DrawnCase& drawn, const std::string& backend, Tally& tally) {
   LayerOptions options;
   options.max_tokens = drawn.tokens;
   options.plan_tokens = drawn.tokens;
+  if (const char* isa = std::getenv("FMOE_CONFORMANCE_ISA"); isa != nullptr && backend == "CPU_FUSED") {
+    options.isa = isa;
+  }
   for (const ActivationMode mode : {ActivationMode::kAsCheckpoint, ActivationMode::kA8}) {
     std::optional<ExpectedOutput> expected;  // of both formats
     std::string arithmetic;
