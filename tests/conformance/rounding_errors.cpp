@@ -9,6 +9,17 @@
 #include "numerics/row_math.hpp"
 
 namespace fusedmoe::conformance {
+namespace {
+
+/// Whether kernels round rows to BF16 that the first GEMM reads as they are, and which are no such numbers.
+bool RoundsInput(const DrawnCase& drawn, const Plan& plan) {
+  const bool to_bf16 = plan.input_dtype == "BF16" || plan.input_dtype.ends_with("BF16 on tiles");
+  const bool exact = drawn.dtype == DType::kBF16 && !drawn.config.apply_router_weight_on_input &&
+                     (*drawn.source.load(0)).up.pre_quant_scale.empty();
+  return to_bf16 && !exact;
+}
+
+}  // namespace
 
 Arithmetic ArithmeticOf(const DrawnCase& drawn, const Plan& plan, bool quantized) {
   const MoeConfig& config = drawn.config;
@@ -23,6 +34,12 @@ Arithmetic ArithmeticOf(const DrawnCase& drawn, const Plan& plan, bool quantized
   arithmetic.sums = std::hypot(arithmetic.sums, bound.accumulation);
   arithmetic.middle = std::hypot(arithmetic.middle, bound.mid_rounding);
   arithmetic.input = bound.input_rounding;
+  if (RoundsInput(drawn, plan)) {
+    arithmetic.input = std::max(arithmetic.input, 0x1p-9);
+  }
+  if (!quantized && plan.intermediate_dtype == "BF16") {  // `a8`, too
+    arithmetic.middle = std::max(arithmetic.middle, 0x1p-9);
+  }
   if (drawn.source.scheme.weight.quantized()) {
     // Integers of 7 bits and a sign, 15 bits, or 22 for what the scheme has quantized.
     const double largest_code = plan.activation == ActivationMode::kA8 ? 127.0 : quantized ? 0x1p21 : 0x1p14;
