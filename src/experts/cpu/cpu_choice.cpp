@@ -105,15 +105,6 @@ bool WideSlabs(const Machine& machine, WeightKernel kernel, TileKind tile) {
   return !IsAmd(machine) && !(e2m1 && tile == kTileA8);
 }
 
-/// CpuPlan::least_stretch. Hardware of AMD reads some 8 KB beyond the end of each piece: pieces of 110 KB
-/// read 6 % slower than such of 440 KB, of 220 KB 3 % (Zen 5, two threads). Cores of Intel lose little by it,
-/// and short pieces let threads that are ahead take from those that are not: 110 KB instead of 440 read at 88
-/// % instead of 83 with two threads, 55 KB instead of 110 at 82 instead of 80 with eight (an H200's host,
-/// which is shared; means of six runs of Qwen3-30B-A3B with one token).
-int64_t LeastStretch(const Machine& machine) {
-  return int64_t{IsAmd(machine) ? 512 : 48} << 10;
-}
-
 /// Tall tiles that meet what is decoded together, at most. An expert with 64 tokens on average has nine tiles
 /// or more half of the time, and a second batch decodes once more. Not measured on cores of AMD at the levels
 /// of wide registers with VNNI; at those below, all tiles share what is decoded (dot_slab_isa.hpp).
@@ -233,7 +224,6 @@ void FitVectorKernels(const Machine& machine, CpuPlan& plan) {
       table != nullptr && table->batch[kernel][tile] != nullptr && !IsPairTile(tile) && tile != kTileF32;
   plan.batch_tiles = BatchTiles(machine, plan.vector_isa);
   plan.next_into_l2 = !IsAmd(machine);
-  plan.least_stretch = LeastStretch(machine);
   for (GemmShape* shape : {&plan.gate_up, &plan.down}) {
     shape->slab_tiles = SlabTiles(machine, shape->kernel);
     shape->wide_slabs = WideSlabs(machine, shape->kernel, tile);

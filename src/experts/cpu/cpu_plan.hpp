@@ -101,8 +101,6 @@ struct CpuPlan {
   int weight_nodes = 1;
   /// Whether tall tiles ask for the next stripes into L2, not into L1.
   bool next_into_l2 = false;
-  /// Where experts are read, a thread's share of one is not cut into shorter pieces, in bytes.
-  int64_t least_stretch = int64_t{512} << 10;
   /// Tall tiles that meet the weights of a call together, at most.
   int batch_tiles = kBatchTiles;
   MatrixUnitPlan matrix_unit;

@@ -6,6 +6,10 @@ namespace {
 
 /// Experts with so many tokens on average or fewer are read, not computed.
 constexpr int64_t kStreamTokens = 4;
+/// Where experts are read, a thread's share of one is not cut into shorter pieces than that: hardware reads
+/// some 8 KB beyond the end of each. Qwen3-30B-A3B, NVFP4, one token, two threads: pieces of 110 KB read 6 %
+/// slower than such of 440 KB, of 220 KB 3 %.
+constexpr int64_t kLeastStretch = 512 << 10;
 
 /// Stripes [first, end) of all experts, which are columns of the output: from zero to the caller's dtype.
 class DownColumns {
@@ -84,14 +88,13 @@ class DownColumns {
 
 /// Into how many ranges of pairs of stripes down is divided: tall tiles take as long for one stripe as for
 /// two.
-int64_t DownRanges(const CpuLayer& layer, const Run& run) {
-  const GemmShape& shape = layer.plan.down;
+int64_t DownRanges(const GemmShape& shape, const Run& run) {
   const int64_t threads = run.executor->num_threads;
   if (threads <= 1) {
     return 1;
   }
   const bool read = run.tiles.count > 0 && run.tiles.num_slots <= kStreamTokens * run.tiles.num_experts;
-  const int64_t pieces = shape.expert_bytes() / threads / layer.plan.least_stretch;
+  const int64_t pieces = shape.expert_bytes() / threads / kLeastStretch;
   const int64_t ranges = read ? std::clamp<int64_t>(pieces, 1, kGemmTasksPerThread) : kGemmTasksPerThread;
   return std::min(CeilDiv(shape.stripes, 2), threads * ranges);
 }
@@ -100,7 +103,7 @@ int64_t DownRanges(const CpuLayer& layer, const Run& run) {
 
 void DownOfTiles(const CpuLayer& layer, const Run& run) {
   const GemmShape& shape = layer.plan.down;
-  const int64_t ranges = DownRanges(layer, run), pairs = CeilDiv(shape.stripes, 2);
+  const int64_t ranges = DownRanges(shape, run), pairs = CeilDiv(shape.stripes, 2);
   ParallelFor(*run.executor, ranges, [&](int64_t range) {
     const int64_t first = 2 * (pairs * range / ranges), end = 2 * (pairs * (range + 1) / ranges);
     DownColumns(layer, run, first, std::min(end, shape.stripes)).Compute();
