@@ -60,9 +60,8 @@ struct LayerShape {
 
   bool gated() const { return activation.gated(); }
   FragmentFormat gate_up_format() const { return own_gate_up.value_or(format); }
-  int64_t hidden_cols() const {
-    return FragmentCols(gate_up_format(), hidden);
-  }  ///< K of the first GEMM, stored
+  /// K of both GEMMs, as stored.
+  int64_t hidden_cols() const { return FragmentCols(gate_up_format(), hidden); }
   int64_t mid_cols() const { return FragmentCols(format, intermediate); }
   int64_t mid_rows() const { return FragmentIntermediate(intermediate); }  ///< outputs of the first GEMM
   int64_t gate_up_blocks() const { return GateUpBlocks(intermediate, gated()); }
