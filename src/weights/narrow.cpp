@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -292,6 +293,18 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
     FMOE_RETURN_IF_ERROR(CheckSuperScales(narrow));
   }
   return narrow;
+}
+
+Status NarrowInPlace(const char* name, CanonicalMatrix& matrix) {
+  if (matrix.empty()) {
+    return Status::Ok();
+  }
+  Result<CanonicalMatrix> narrow = Narrow(matrix);
+  if (!narrow.ok()) {
+    return std::move(narrow).status().WithContext(name);
+  }
+  matrix = *std::move(narrow);
+  return Status::Ok();
 }
 
 }  // namespace fusedmoe

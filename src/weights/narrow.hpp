@@ -35,5 +35,7 @@ WeightFormat NarrowFormat(const WeightFormat& format, const StoredIntegers& stor
 /// column, where a code, a scale or a zero point is none of matrix.stored. One with a codebook is for layouts
 /// alone: ValidateCanonical refuses it.
 Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix);
+/// The same in the place of a matrix, if there is one; errors say that it is `name`.
+Status NarrowInPlace(const char* name, CanonicalMatrix& matrix);
 
 }  // namespace fusedmoe

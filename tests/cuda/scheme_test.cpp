@@ -8,11 +8,11 @@
 #include "conformance/drawn_case.hpp"
 #include "cuda/card.hpp"
 #include "cuda/layer_batch.hpp"
-#include "numerics/rows.hpp"
 #include "support/float_zeros.hpp"
 #include "support/relative_l2.hpp"
 #include "support/stored_integers.hpp"
 #include "support/tensors.hpp"
+#include "weights/features.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -241,18 +241,12 @@ TEST(CudaOffsets, GateAndUpOfFewerBits_WithinTheBound) {
       std::mt19937 random(static_cast<unsigned>(index));
       for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
         MakeZerosFloats(*matrix, random);
-        Tensor scales = *Tensor::Allocate(DType::kF32, matrix->block_scale.shape());
-        for (int64_t row = 0; row < scales.dim(0); ++row) {
-          DecodeRow(matrix->block_scale.dtype(),
-                    matrix->block_scale.view().data() + row * matrix->block_scale.view().stride_bytes(0), 0,
-                    scales.dim(1), scales.mutable_view().as<float>() + row * scales.dim(1));
-        }
-        matrix->block_scale = std::move(scales);
-        matrix->format.block_scale_dtype = DType::kF32;
-        if (matrix != &expert.down) {
-          StoreAs(stored, *matrix);
-        }
       }
+      ExpertFeatures features = FeaturesOf(expert);
+      features.gate_up.scale_dtype = features.down.scale_dtype = DType::kF32;
+      FMOE_RETURN_IF_ERROR(AddFeatures(features, expert));
+      StoreAs(stored, expert.gate);
+      StoreAs(stored, expert.up);
       return expert;
     };
     for (const int64_t tokens : {1, 21, 900}) {

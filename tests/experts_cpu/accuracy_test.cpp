@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <string>
 #include <tuple>
 
@@ -145,33 +146,11 @@ TEST(CpuPlan_IntermediateDtype, IsThatOfTheKernels) {
 }
 
 TEST_P(EveryIsa, QuantizedActivations_AgreeWithTheScheme) {
-  for (const char* scheme : {"nvfp4_w4a4",
-                             "nvfp4_w4a8",
-                             "mxfp4_w4a4",
-                             "mxfp4_mxfp8",
-                             "mxfp4_w4a8:static",
-                             "mxfp4_w4a8:dynamic",
-                             "mxfp4_w4a8:group128",
-                             "int8_w8a8:channel",
-                             "int8_w8a8:tensor",
-                             "int8_w8a8:channel_static",
-                             "int8_w8a8:block128",
-                             "int4_w4a8:g128",
-                             "int4_w4a8:g32",
-                             "int4_w4afp8:g128",
-                             "int4_w4afp8:g64",
-                             "int4_w4afp8:g32",
-                             "fp8_w8a8:channel",
-                             "fp8_w8a8:tensor",
-                             "fp8_w8a8:tensor_static",
-                             "fp8_w8a8:block128",
-                             "mxfp8_w8a8",
-                             "w_mxfp4_a_mxfp6_e3m2",
-                             "w_mxfp6_e2m3_a_mxfp6_e2m3",
-                             "mxfp8_w8a8_out",
-                             "nvfp4_w4a8_out",
-                             "mxfp4_w4a8_out:out16_static",
-                             "mxfp4_w4a8_out:out32_tensor"}) {
+  std::vector<const char*> schemes(std::begin(kQuantizedOnTiles), std::end(kQuantizedOnTiles));
+  schemes.insert(schemes.end(),
+                 {"nvfp4_w4a8", "int4_w4a8:g32", "int4_w4afp8:g128", "int4_w4afp8:g64", "int4_w4afp8:g32",
+                  "w_mxfp6_e2m3_a_mxfp6_e2m3", "mxfp4_w4a8_out:out32_tensor"});
+  for (const char* scheme : schemes) {
     ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3}, GetParam(), {1, 4, 23});
     ExpectClose(
         {.scheme = scheme, .hidden = 128, .intermediate = 128, .bias = true, .different_scales = true},

@@ -27,6 +27,28 @@ namespace fusedmoe::cpu_test {
 
 using test::RelativeL2;
 
+/// Schemes that quantize activations, of every kind that the matrix unit takes.
+inline constexpr const char* kQuantizedOnTiles[] = {"nvfp4_w4a4",
+                                                    "mxfp4_w4a4",
+                                                    "mxfp4_mxfp8",
+                                                    "mxfp4_w4a8:static",
+                                                    "mxfp4_w4a8:dynamic",
+                                                    "mxfp4_w4a8:group128",
+                                                    "int8_w8a8:channel",
+                                                    "int8_w8a8:tensor",
+                                                    "int8_w8a8:channel_static",
+                                                    "int8_w8a8:block128",
+                                                    "int4_w4a8:g128",
+                                                    "fp8_w8a8:channel",
+                                                    "fp8_w8a8:tensor",
+                                                    "fp8_w8a8:tensor_static",
+                                                    "fp8_w8a8:block128",
+                                                    "mxfp8_w8a8",
+                                                    "w_mxfp4_a_mxfp6_e3m2",
+                                                    "mxfp8_w8a8_out",
+                                                    "nvfp4_w4a8_out",
+                                                    "mxfp4_w4a8_out:out16_static"};
+
 struct LayerSpec {
   std::string scheme = "unquantized";
   int64_t hidden = 64, intermediate = 32, experts = 4, top_k = 2;

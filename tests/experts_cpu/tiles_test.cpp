@@ -46,26 +46,7 @@ TEST(Tiles, PanelsWithoutTiles_AreSaidToRunOnVectors) {
 }
 
 TEST(Tiles, QuantizedActivations_AgreeWithTheScheme) {
-  for (const char* scheme : {"nvfp4_w4a4",
-                             "mxfp4_w4a4",
-                             "mxfp4_mxfp8",
-                             "mxfp4_w4a8:static",
-                             "mxfp4_w4a8:dynamic",
-                             "mxfp4_w4a8:group128",
-                             "int8_w8a8:channel",
-                             "int8_w8a8:tensor",
-                             "int8_w8a8:channel_static",
-                             "int8_w8a8:block128",
-                             "int4_w4a8:g128",
-                             "fp8_w8a8:channel",
-                             "fp8_w8a8:tensor",
-                             "fp8_w8a8:tensor_static",
-                             "fp8_w8a8:block128",
-                             "mxfp8_w8a8",
-                             "w_mxfp4_a_mxfp6_e3m2",
-                             "mxfp8_w8a8_out",
-                             "nvfp4_w4a8_out",
-                             "mxfp4_w4a8_out:out16_static"}) {
+  for (const char* scheme : kQuantizedOnTiles) {
     ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 2}, {1, 9});
     ExpectClose(
         {.scheme = scheme, .hidden = 128, .intermediate = 128, .bias = true, .different_scales = true}, {6},

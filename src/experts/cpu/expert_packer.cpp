@@ -46,14 +46,9 @@ Result<CanonicalExpert> LoadExpert(const CpuPlan& plan, const ExpertSource& sour
       {&expert.up, &plan.gate_up, "up"},
       {&expert.down, &plan.down, "down"}};
   for (const auto& [matrix, shape, name] : matrices) {
-    if (!shape->narrow || matrix->empty()) {
-      continue;
+    if (shape->narrow) {
+      FMOE_RETURN_IF_ERROR(NarrowInPlace(name, *matrix));
     }
-    Result<CanonicalMatrix> narrow = Narrow(*matrix);
-    if (!narrow.ok()) {
-      return std::move(narrow).status().WithContext(name);
-    }
-    *matrix = *std::move(narrow);
   }
   return expert;
 }

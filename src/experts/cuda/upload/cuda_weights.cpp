@@ -116,15 +116,8 @@ Result<CanonicalExpert> LoadExpert(const CudaPlan& plan, const ExpertSource& sou
     return expert;
   }
   for (const auto& [matrix, name] : {std::pair(&expert.gate, "gate"), std::pair(&expert.up, "up")}) {
-    if (matrix->empty()) {
-      continue;
-    }
     matrix->stored = WithoutLevels(matrix->stored);
-    Result<CanonicalMatrix> narrow = Narrow(*matrix);
-    if (!narrow.ok()) {
-      return std::move(narrow).status().WithContext(name);
-    }
-    *matrix = *std::move(narrow);
+    FMOE_RETURN_IF_ERROR(NarrowInPlace(name, *matrix));
   }
   return expert;
 }
