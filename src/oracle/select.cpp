@@ -96,7 +96,9 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
 }  // namespace
 
 Result<Selection> SelectFrom(std::span<const HostBackend> table, const MoeProblem& problem,
-                             const Machine& machine, const SelectionRequest& request) {
+                             const Machine& machine, const SelectionRequest& asked) {
+  SelectionRequest request = asked;
+  request.backend = NamedBackend(asked.backend);
   FMOE_ASSIGN_OR_RETURN(const Switches switches, Switches::Parse(request.env));
   FMOE_ASSIGN_OR_RETURN(Selection selection, SelectOnce(table, problem, machine, request, switches));
   const auto again = [&](const Switches& other) {
