@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <fusedmoe/jobs/prepare.hpp>
+#include <fusedmoe/oracle.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "command.hpp"
@@ -37,7 +38,7 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
     FMOE_RETURN_IF_ERROR(CheckSafetensorsPlace(flags.output));
     FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(source, flags.output, flags.backend));
   } else {
-    if (flags.backend.empty()) {
+    if (NamedBackend(flags.backend).empty()) {
       return Status::Usage("--backend is required: the backend for whose layout to prepare")
           .WithHint(fmt::format("one of {}", fmt::join(BackendsWithLayouts(), ", ")));
     }

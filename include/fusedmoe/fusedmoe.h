@@ -223,7 +223,7 @@ fmoe_code fmoe_checkpoint_describe(const fmoe_checkpoint* checkpoint, int64_t la
 typedef struct fmoe_layer_options {
   size_t struct_size;
   const char* device;      /* "cpu", "cuda" */
-  const char* backend;     /* null: the first that can */
+  const char* backend;     /* null, "auto": the first that can */
   const char* isa;         /* null: the best the machine has */
   const char* mode;        /* null: by the token count; "latency", "throughput" */
   const char* determinism; /* "run_to_run", "thread_invariant", "batch_invariant", "rank_invariant" */

@@ -39,7 +39,7 @@ struct EplbStep {
 struct LayerOptions {
   /// "cpu", or "cuda": on the card of HostMachine. Then Forward and all it is given lie there.
   std::string device = "cpu";
-  std::string backend;  ///< empty: the first that can
+  std::string backend;  ///< empty or "auto": the first that can
   std::string isa;      ///< empty: the best the machine has
   std::string mode;     ///< empty: chosen by the token count; "latency" or "throughput" forces one
   Determinism determinism = Determinism::kThreadInvariant;    ///< at least; the plan is refused without it

@@ -26,7 +26,8 @@ namespace fusedmoe {
 /// What a caller asks of a selection beyond the problem itself.
 struct SelectionRequest {
   /// The only backend that may be chosen, by its name or by upstream's --moe-backend word, in any case.
-  /// Empty: the first of the table that can run the problem. Naming one restricts the choice, never the list.
+  /// Empty or "auto": the first of the table that can run the problem. Naming one restricts the choice, never
+  /// the list.
   std::string backend;
   /// Environment switches as "NAME=VALUE"; the library itself never reads the environment (docs/oracle.md).
   std::vector<std::string> env;
@@ -141,6 +142,9 @@ struct Explanation {
   /// first.
   std::vector<std::string> alternatives;
 };
+
+/// `backend` where it names one, else empty: "auto" is upstream's word for no choice, in any case.
+std::string_view NamedBackend(std::string_view backend);
 
 /// What the weights themselves decide of a request: zero points, activation order, smoothing factors, biases,
 /// types of scales, what integers were stored as, blocks that end inside a stripe. `experts` are those of the

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 #include <fusedmoe/machine.hpp>
+#include <fusedmoe/oracle.hpp>
 
 #include "layer/pack_cache.hpp"
 #include "layer/rank_plan.hpp"
@@ -66,7 +67,8 @@ Result<BuiltKernel> BuildShared(const MoeConfig& config, const SharedExpertWeigh
   shared_options.parallel = ParallelConfig{};  // every rank runs it on its own tokens
   shared_options.communicator = nullptr;
   auto built = BuildKernel(SharedConfig(config), shared.source, shared_options, nullptr, book);
-  if (built.ok() || options.backend.empty() || built.status().code() != StatusCode::kUnsupported) {
+  if (built.ok() || NamedBackend(options.backend).empty() ||
+      built.status().code() != StatusCode::kUnsupported) {
     return built;
   }
   // The named backend is for the routed experts; shared ones often keep 16-bit weights that it does not read.

@@ -22,6 +22,10 @@ ActivationFormat ActivationOf(const MoeProblem& problem) {
   return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
 }
 
+ActivationFormat A8Format() {
+  return {.element = DType::kI8, .group = {1, 64}};
+}
+
 WeightFormat WeightsOf(const MoeProblem& problem) {
   WeightFormat format = problem.scheme.weight;
   format.block_scale_dtype = problem.weights_scale_dtype.value_or(format.block_scale_dtype);

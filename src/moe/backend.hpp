@@ -46,6 +46,9 @@ struct MoeProblem {
 /// asked for.
 ActivationFormat ActivationOf(const MoeProblem& problem);
 
+/// What a8 rounds to, in front of either GEMM: int8 with one scale, amax / 127, for each 64 columns.
+ActivationFormat A8Format();
+
 /// The format of the weights with the type that their block scales have.
 WeightFormat WeightsOf(const MoeProblem& problem);
 

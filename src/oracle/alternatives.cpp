@@ -55,7 +55,7 @@ std::vector<Change> AllChanges(const Selection& selection, Effort effort, const 
 std::vector<std::string> Alternatives(const ExplainRequest& request, const Selection& selection) {
   constexpr size_t kOfEachEffort = 4;
   std::vector<std::string> found;
-  if (request.selection.backend.empty()) {
+  if (NamedBackend(request.selection.backend).empty()) {
     for (const Candidate& candidate : selection.candidates) {
       if (candidate.supported) {
         found.push_back(fmt::format("--backend {}: {}", candidate.backend, candidate.backend));

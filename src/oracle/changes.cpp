@@ -199,7 +199,7 @@ void OtherDeployments(Reason reason, const ExplainRequest& request, Changes& out
       OtherSwitches(request, out);
       break;
     case Reason::kNotNamed:
-      if (!request.selection.backend.empty()) {
+      if (!NamedBackend(request.selection.backend).empty()) {
         out.push_back({fmt::format("without --backend {}", request.selection.backend),
                        [](ExplainRequest& changed) { changed.selection.backend.clear(); }});
       }

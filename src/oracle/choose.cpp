@@ -6,6 +6,8 @@
 
 #include <fmt/format.h>
 
+#include <fusedmoe/oracle.hpp>
+
 namespace fusedmoe {
 namespace {
 
@@ -120,6 +122,10 @@ std::string UpperCase(std::string_view text) {
   std::transform(upper.begin(), upper.end(), upper.begin(),
                  [](unsigned char letter) { return static_cast<char>(std::toupper(letter)); });
   return upper;
+}
+
+std::string_view NamedBackend(std::string_view backend) {
+  return UpperCase(backend) == "AUTO" ? std::string_view() : backend;
 }
 
 Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, ActivationFormatKind format,

@@ -186,7 +186,9 @@ Result<Selection> SelectOnce(const Question& asked, const SelectionRequest& requ
 
 }  // namespace
 
-Result<Selection> SelectDescribed(const Question& question, const SelectionRequest& request, int64_t tokens) {
+Result<Selection> SelectDescribed(const Question& question, const SelectionRequest& asked, int64_t tokens) {
+  SelectionRequest request = asked;
+  request.backend = NamedBackend(asked.backend);
   FMOE_ASSIGN_OR_RETURN(Selection selection, SelectOnce(question, request, tokens));
   const auto again = [&](const Switches& switches) {
     Question other = question;

@@ -15,13 +15,15 @@ struct UndescribedWord {
   std::string_view word, what, instead;
 };
 constexpr UndescribedWord kUndescribedWords[] = {
-    {"auto", "the choice by priority", "leave the name out, and the first that can run the layer is chosen"},
     {"deep_gemm_mega_moe", "one DeepGEMM kernel for a whole expert-parallel layer of DeepSeek-V4 on sm100",
      "name deep_gemm"},
     {"humming", "Humming's mixed-precision kernels", "name marlin"},
     {"triton_unfused", "triton_kernels with the activation apart from the GEMMs", "name triton"},
     {"b12x", "FP4 kernels for sm120", "name flashinfer_cutlass"},
     {"flashinfer_b12x", "FlashInfer's FP4 kernels for sm120", "name flashinfer_cutlass"},
+    {"hpc", "HPC's FP8 kernels for sm90", "name triton"},
+    {"flydsl", "AMD's FlyDSL kernels", "name aiter"},
+    {"sm70_skinny", "kernels of the fork 1Cat-vLLM for sm70", "name marlin"},
 };
 
 }  // namespace

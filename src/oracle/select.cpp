@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "experts/reference/reference_backend.hpp"
 #include "moe/cost.hpp"
 #include "oracle/choose.hpp"
 #include "oracle/described.hpp"
@@ -52,7 +53,10 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
   const int64_t weight_bytes = problem.config.num_local_experts * ExpertBytes(problem);
   std::vector<Asked> asked;
   for (const HostBackend& row : table) {
-    Asked candidate{row.name, {}, {}, row.choice, row.backend != nullptr, {}};
+    // a8 is asked for to save time. The reference says what it is, to those who name it.
+    const bool defines = problem.activation == ActivationMode::kA8 && row.backend == &kReferenceBackend;
+    Asked candidate{row.name, {}, {}, defines ? BackendChoice::kByName : row.choice, row.backend != nullptr,
+                    {}};
     if (row.backend != nullptr) {
       candidate.objections = row.backend->supports(problem, machine);
     } else {
@@ -92,7 +96,9 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
 }  // namespace
 
 Result<Selection> SelectFrom(std::span<const HostBackend> table, const MoeProblem& problem,
-                             const Machine& machine, const SelectionRequest& request) {
+                             const Machine& machine, const SelectionRequest& asked) {
+  SelectionRequest request = asked;
+  request.backend = NamedBackend(asked.backend);
   FMOE_ASSIGN_OR_RETURN(const Switches switches, Switches::Parse(request.env));
   FMOE_ASSIGN_OR_RETURN(Selection selection, SelectOnce(table, problem, machine, request, switches));
   const auto again = [&](const Switches& other) {

@@ -139,6 +139,9 @@ Result<WhyNotAnswer> WhyNot(const ExplainRequest& request, std::string_view back
     return UpperCase(name) == UpperCase(backend);
   });
   if (known == names.end()) {
+    if (NamedBackend(backend).empty()) {
+      return Status::Usage(fmt::format("'{}' names no backend; known: {}", backend, fmt::join(names, ", ")));
+    }
     if (std::string why = WhyNotDescribed(backend); !why.empty()) {
       return Status::Usage(std::move(why));
     }

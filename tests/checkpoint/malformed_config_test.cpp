@@ -206,6 +206,8 @@ TEST(MalformedConfig, QuantizationMetadata_IsChecked) {
                             {"words of 64 bits", put("pack_dtype", "int64"), StatusCode::kUnsupported},
                             {"rotated", put("rotation", "hadamard"), StatusCode::kUnsupported},
                             {"an adapter", put("adapter", {{"rank", 64}}), StatusCode::kUnsupported},
+                            {"the two names of the method differ", put("method", "gguf")},
+                            {"method a number", put("method", 4)},
                             {"layout a number", put("format", 2)}});
   }
   RunConfigCases("gptq", {{"for a kernel", put("checkpoint_format", "marlin"), StatusCode::kUnsupported},
@@ -321,6 +323,33 @@ TEST(MalformedConfig, LayoutOfGptq_IsReadUnderBothNames) {
   EXPECT_EQ(first_zero("format", "gptq"), 8);
   EXPECT_EQ(first_zero("checkpoint_format", "gptq_v2"), 7);
   EXPECT_EQ(first_zero("format", "gptq_v2"), 7);
+}
+
+// So does it the method, and newer ones may leave the older name out.
+TEST(MalformedConfig, MethodOfGptqModel_IsReadUnderBothNames) {
+  for (const std::string format : {"gptq", "awq"}) {
+    TinyModel model(format);
+    auto& quantization = model.config["quantization_config"];
+    std::string upper = format;
+    std::transform(upper.begin(), upper.end(), upper.begin(), ::toupper);
+    quantization["method"] = upper;
+    EXPECT_EQ(LoadEverything(model).message(), "") << format;
+    quantization.erase("quant_method");
+    EXPECT_EQ(LoadEverything(model).message(), "") << format << " by the new name alone";
+    quantization["method"] = "qqq";
+    const Status alone = LoadEverything(model);
+    EXPECT_EQ(alone.code(), StatusCode::kUnsupported);
+    EXPECT_NE(alone.message().find("'qqq'"), std::string::npos) << alone.message();
+    quantization["quant_method"] = format;
+    const Status apart = LoadEverything(model);
+    EXPECT_EQ(apart.code(), StatusCode::kBadInput);
+    EXPECT_NE(apart.message().find("'method' is \"qqq\""), std::string::npos) << apart.message();
+    EXPECT_NE(apart.message().find("'quant_method'"), std::string::npos) << apart.message();
+    EXPECT_NE(apart.ToString().find("config.json"), std::string::npos) << apart.ToString();
+  }
+  TinyModel rounded("autoround");  // of other tools the word may mean anything
+  rounded.config["quantization_config"]["method"] = "sign_sgd";
+  EXPECT_EQ(LoadEverything(rounded).message(), "");
 }
 
 // Rounded up to powers of two, whatever the case of the word.

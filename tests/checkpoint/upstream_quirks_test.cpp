@@ -185,6 +185,32 @@ TEST(UpstreamQuirks, ValuesOfTheConfiguration_AreNamedWhereTheyAreRefused) {
       << LoadEverything(model).ToString();
 }
 
+// Ling 3.0: silu, which clamps where the layer has a limit. Another activation has nothing to clamp with.
+TEST(UpstreamQuirks, ActivationOfBailingHybrid_IsRead) {
+  TinyModel model("bf16");
+  model.config["model_type"] = "bailing_hybrid";
+  model.config["moe_router_enable_expert_bias"] = false;
+  const auto activation = [&] {
+    const WrittenModel written(model);
+    EXPECT_TRUE(written.source.ok()) << written.source.status().ToString();
+    return written.checkpoint->Describe(0)->config.activation;
+  };
+  EXPECT_EQ(activation().kind, ActivationKind::kSilu);
+  model.config["hidden_act"] = "gelu";
+  EXPECT_EQ(activation().kind, ActivationKind::kGelu);
+  model.config["expert_swiglu_limit_list"] = nlohmann::ordered_json::array();
+  for (size_t layer = 0; layer < model.config["num_hidden_layers"].get<size_t>(); ++layer) {
+    model.config["expert_swiglu_limit_list"].push_back(7.0);
+  }
+  const Status clamped = LoadEverything(model);
+  EXPECT_EQ(clamped.code(), StatusCode::kUnsupported);
+  EXPECT_NE(clamped.message().find("'hidden_act' gelu"), std::string::npos) << clamped.message();
+  model.config["hidden_act"] = "silu";
+  EXPECT_EQ(activation(), (ActivationSpec{.kind = ActivationKind::kSwigluStep, .limit = 7.0F}));
+  model.config["hidden_act"] = "sine";
+  EXPECT_NE(LoadEverything(model).message().find("'hidden_act'"), std::string::npos);
+}
+
 // InternS1-Pro's key, in the metadata of families that compute something else without it.
 TEST(UpstreamQuirks, ChoicesOfOtherFamilies_AreRefused) {
   TinyModel model("bf16");

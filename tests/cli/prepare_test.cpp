@@ -39,6 +39,9 @@ TEST(Prepare, BackendWithoutLayout_IsRefusedWithThoseThatHaveOne) {
   const ProcessResult missing = RunCommand({"prepare", sample.path(), "--output", file});
   EXPECT_EQ(missing.exit_code, 2);
   EXPECT_NE(missing.err.find("MARLIN"), std::string::npos) << missing.err;
+  const ProcessResult unnamed = RunCommand({"prepare", sample.path(), "--backend", "auto", "--output", file});
+  EXPECT_EQ(unnamed.exit_code, 2);
+  EXPECT_NE(unnamed.err.find("--backend is required"), std::string::npos) << unnamed.err;
   for (const std::string backend : {"REFERENCE", "CPU_FUSED"}) {
     const ProcessResult refused =
         RunCommand({"prepare", sample.path(), "--backend", backend, "--output", file});
@@ -72,6 +75,10 @@ TEST(Prepare, File_RunsAndVerifiesLikeItsCheckpoint) {
     ASSERT_EQ(run.exit_code, 0) << run.err;
     EXPECT_EQ(run.Json()["plan"]["backend"], backend);
     EXPECT_EQ(run.Json()["family"], "qwen2_moe");
+    const ProcessResult unnamed =
+        RunCommand({"run", file, "--input", sample.input(), "--output", out, "--backend", "auto", "--json"});
+    ASSERT_EQ(unnamed.exit_code, 0) << unnamed.err;
+    EXPECT_EQ(unnamed.Json()["plan"]["backend"], backend);
     EXPECT_TRUE(ReadFile(out) == ReadFile(sample.output()));
     EXPECT_EQ(RunCommand({"run", file, "--input", sample.input(), "--output", out, "--check"}).exit_code, 0);
     const ProcessResult verified = RunCommand({"verify", file, "--json"});

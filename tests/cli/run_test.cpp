@@ -131,6 +131,15 @@ TEST(Run, Reference_IsChosenByName) {
   EXPECT_EQ(result.Json().at("plan").at("backend"), "REFERENCE");
 }
 
+TEST(Run, BackendAuto_IsTheChoiceWithoutAName) {
+  const SampleCheckpoint checkpoint("qwen2_moe", "int4_w4a16:g32");  // with a shared expert
+  const ProcessResult result = checkpoint.Run({"--backend", "auto", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.Json()["plan"]["backend"], "CPU_FUSED");
+  EXPECT_EQ(result.Json().value("notes", nlohmann::json::array()),
+            checkpoint.Run({"--json"}).Json().value("notes", nlohmann::json::array()));
+}
+
 TEST(Run, UnknownNames_ExitTwoAndListWhatExists) {
   const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
   const auto refused = [&checkpoint](const std::vector<std::string>& more, const std::string& listed) {

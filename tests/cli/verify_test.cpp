@@ -43,6 +43,19 @@ TEST(Verify, OwnBackend_IsWithinItsBoundAndEveryTokenIsCounted) {
   }
 }
 
+TEST(Verify, A8_IsComparedWithTheSchemeWithinWhatItCosts) {
+  for (const char* family : {"qwen3_moe", "qwen2_moe"}) {  // the second has a shared expert
+    const SampleCheckpoint checkpoint(family, "int4_w4a16:g32");
+    const auto error = [&](const char* backend) {
+      const ProcessResult result = Verify(checkpoint, {"--activation", "a8", "--backend", backend});
+      EXPECT_EQ(result.exit_code, 0) << family << backend << result.err;
+      return result.Json().at("rel_l2").get<double>();
+    };
+    EXPECT_GT(error("CPU_FUSED"), 4e-3) << "rounding to 127 steps of two and more root mean squares";
+    EXPECT_GT(error("REFERENCE"), 4e-3);
+  }
+}
+
 TEST(Verify, BoundZero_ExitsOne) {
   const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
   const ProcessResult result = Verify(checkpoint, {"--bound", "0"});

@@ -8,6 +8,7 @@
 #include "conformance/contested_codes.hpp"
 #include "conformance/rounding_errors.hpp"
 #include "moe/activation.hpp"
+#include "moe/backend.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
@@ -51,6 +52,9 @@ class Evaluation {
       : drawn_(drawn), batch_(batch), config_(drawn.config), mode_(plan.activation) {
     if (mode_ != ActivationMode::kWeightOnly) {
       format_ = drawn.source.scheme.activation;
+    }
+    if (mode_ == ActivationMode::kA8 && plan.backend == "REFERENCE") {
+      format_ = A8Format();
     }
     arithmetic_ = ArithmeticOf(drawn, plan, format_.quantized());
     if (plan.backend == "EMULATION") {  // that is what it emulates: operands and results of 16 bits

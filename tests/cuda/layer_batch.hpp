@@ -45,8 +45,8 @@ inline std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch) {
 /// The bound of verify.
 inline double AllowedError(const MoeLayer& layer, DType dtype, int64_t tokens) {
   const MoeConfig& config = layer.config();
-  const double bound = BoundOf(layer.plan(), layer.scheme(), dtype, config.hidden, config.intermediate, false,
-                               tokens * config.top_k())
+  const double bound = BoundOf(layer.plan(), layer.scheme(), dtype, config.hidden, config.intermediate,
+                               {.rows = tokens * config.top_k()})
                            .value();
   // Operands are BF16 or F16 whatever the hidden states are.
   return std::hypot(bound, dtype == DType::kBF16 ? 0.0 : 4 * 0x1p-9);

@@ -153,7 +153,7 @@ TEST(ErrorBound, LargestValueOnAThreshold_CostsAStepOfItsRow) {
 
 TEST(ErrorBound, FewValues_AllowOneEvent) {
   const auto event = [](const char* scheme, int64_t rows) {
-    return BoundOf(PlanWith("F32"), SchemeOf(scheme), DType::kF32, 256, 64, false, rows).one_event;
+    return BoundOf(PlanWith("F32"), SchemeOf(scheme), DType::kF32, 256, 64, {.rows = rows}).one_event;
   };
   EXPECT_EQ(event("fp8_w8a8:channel", 0), 0);
   EXPECT_DOUBLE_EQ(event("fp8_w8a8:channel", 1), 4.0 / 8 / 8);  // four of sqrt(64), by an eighth
@@ -163,11 +163,37 @@ TEST(ErrorBound, FewValues_AllowOneEvent) {
   EXPECT_EQ(event("fp8_w8a16:channel", 1), 0);
 }
 
+TEST(ErrorBound, MeasuredPeaks_TakeThePlaceOfNormalNumbers) {
+  const auto bound = [](const char* scheme, const char* mid, const ComparedValues& values) {
+    return BoundOf(PlanWith(mid), SchemeOf(scheme), DType::kF32, 256, 64, values);
+  };
+  const ComparedValues plain{.rows = 1}, peaked{.rows = 1, .group_peak = 8, .peak = 8};
+  const ErrorBound int8 = bound("int8_w8a8:channel", "F32", peaked);
+  EXPECT_DOUBLE_EQ(int8.one_event, 8.0 / 127 / 8);
+  // Steps of twice the size, and sqrt(d s).
+  EXPECT_NEAR(int8.requantization / bound("int8_w8a8:channel", "F32", plain).requantization, std::sqrt(2.0),
+              1e-12);
+  // A value of sixteen steps between thresholds, of which 16-bit rounding moves one in 64: the largest may be
+  // one. Sums of fp32 move one in a million.
+  EXPECT_DOUBLE_EQ(bound("fp8_w8a8:channel", "BF16", peaked).one_event, 8.0 / 8 / 8);
+  EXPECT_DOUBLE_EQ(bound("fp8_w8a8:channel", "F32", peaked).one_event, 4.0 / 8 / 8);
+}
+
+TEST(ErrorBound, LargestValueOnAThreshold_CountsAsItWasMeasured) {
+  Scheme scheme = SchemeOf("int8_w8a8:channel");
+  scheme.activation.rule.amax_divisor = 127.5F;
+  // Rows whose largest value is all there is: half of them wrong by 1 / 127.5.
+  const double alone = 1 / 127.5 / std::sqrt(2.0);
+  EXPECT_LT(BoundOf(PlanWith("F32"), scheme, DType::kF32, 256, 1024).value(), alone);
+  EXPECT_NEAR(BoundOf(PlanWith("F32"), scheme, DType::kF32, 256, 1024, {.group_peak = 32}).requantization,
+              alone, 2e-4);
+}
+
 TEST(ErrorBound, OneCodeOfAnInt8Group_IsWithinTheBound) {
   // A layer of these sizes, 33 tokens and two experts each, was 7.6e-4 from the definition, all of it in one.
   const Scheme scheme = SchemeOf("int4_w4a8:g64");
   EXPECT_LT(BoundOf(PlanWith("F32"), scheme, DType::kF32, 64, 320).value(), 7.6e-4);
-  EXPECT_GT(BoundOf(PlanWith("F32"), scheme, DType::kF32, 64, 320, false, 66).value(), 7.6e-4);
+  EXPECT_GT(BoundOf(PlanWith("F32"), scheme, DType::kF32, 64, 320, {.rows = 66}).value(), 7.6e-4);
 }
 
 TEST(ErrorBound, Emulation_RoundsSevenTimes) {
@@ -177,7 +203,7 @@ TEST(ErrorBound, Emulation_RoundsSevenTimes) {
   plan.backend = "EMULATION";
   EXPECT_NEAR(BoundOf(plan, scheme, DType::kBF16, 256, 64).requantization, std::pow(7.0, 0.25) * once, 1e-9);
   // Three tokens of these sizes, hidden states of BF16, were 0.123 from the definition.
-  EXPECT_GT(BoundOf(plan, scheme, DType::kBF16, 256, 64, false, 3).value(), 0.123);
+  EXPECT_GT(BoundOf(plan, scheme, DType::kBF16, 256, 64, {.rows = 3}).value(), 0.123);
 }
 
 TEST(ErrorBound, Terms_AddUpAsSquares) {
@@ -213,8 +239,8 @@ TEST(ErrorBound, Ranks_CostARoundingOnlyWhereTheyScaleApart) {
   EXPECT_FALSE(RanksScaleApart(256, experts, SchemeOf("fp8_w8a8:channel")));
   const Plan plan = PlanWith("F32");
   for (const char* scheme : {"fp8_w8a8:channel", "fp8_w8a8:block128", "nvfp4_w4a4"}) {
-    EXPECT_GT(BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, true).value(),
-              BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, false).value() + 0.1);
+    EXPECT_GT(BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, {.scales_apart = true}).value(),
+              BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64).value() + 0.1);
   }
 }
 

@@ -125,7 +125,8 @@ TEST(Explain, WordsOfVllmWithoutARow_SaySoAndWhatToNameInstead) {
   for (const auto& [word, instead] :
        {std::pair("humming", "name marlin"), std::pair("deep_gemm_mega_moe", "name deep_gemm"),
         std::pair("Triton_Unfused", "name triton"), std::pair("flashinfer_b12x", "name flashinfer_cutlass"),
-        std::pair("auto", "leave the name out")}) {
+        std::pair("hpc", "name triton"), std::pair("FlyDSL", "name aiter"),
+        std::pair("sm70_skinny", "name marlin")}) {
     for (const char* platform : {"sm100", "host"}) {
       ExplainRequest request = Request("mxfp4_w4a16", platform);
       request.selection.backend = word;
@@ -138,6 +139,33 @@ TEST(Explain, WordsOfVllmWithoutARow_SaySoAndWhatToNameInstead) {
     const Status status = WhyNot(Request("mxfp4_w4a16", "sm100"), word).status();
     EXPECT_NE(status.message().find(instead), std::string::npos) << status.message();
   }
+}
+
+// A word that a table has is no stranger where another table is asked.
+TEST(Explain, WordsOfVllmThatOtherTablesHave_AreRefusals) {
+  ExplainRequest request = Request("mxfp4_w4a16", "sm100");
+  request.selection.backend = "batched_triton";
+  const Result<Explanation> answer = Explain(request);
+  ASSERT_TRUE(answer.ok()) << answer.status().ToString();
+  EXPECT_FALSE(answer->selection.chosen);
+}
+
+TEST(Explain, Auto_NamesNoBackend) {
+  for (const char* platform : {"sm100", "host"}) {
+    const ExplainRequest unnamed = Request("mxfp4_w4a16", platform);
+    for (const char* word : {"auto", "AUTO"}) {
+      ExplainRequest request = unnamed;
+      request.selection.backend = word;
+      const Result<Explanation> answer = Explain(request), expected = Explain(unnamed);
+      ASSERT_TRUE(answer.ok()) << answer.status().ToString();
+      EXPECT_EQ(answer->selection.chosen->backend, expected->selection.chosen->backend);
+      EXPECT_EQ(answer->selection.candidates.size(), expected->selection.candidates.size());
+      EXPECT_EQ(answer->alternatives, expected->alternatives) << word;
+    }
+  }
+  const Status why = WhyNot(Request("mxfp4_w4a16", "sm100"), "auto").status();
+  EXPECT_EQ(why.code(), StatusCode::kUsage);
+  EXPECT_NE(why.message().find("names no backend"), std::string::npos) << why.message();
 }
 
 TEST(Explain, SizesOutOfRange_AreRefusedBeforeAnyArithmetic) {

@@ -230,8 +230,8 @@ std::string CompareWithin(const std::vector<float>& actual, const std::vector<fl
 /// now and then a value between the GEMMs becomes the next code, which few tokens do not average out.
 double AllowedError(const RankCell& cell, const MoeLayer& layer, int64_t num_tokens) {
   const bool apart = RanksScaleApart(kIntermediate, layer.config().parallel, layer.scheme());
-  return BoundOf(layer.plan(), layer.scheme(), cell.output, kHidden, kIntermediate, apart,
-                 cell.device == "cpu" ? 0 : num_tokens * cell.top_k)
+  return BoundOf(layer.plan(), layer.scheme(), cell.output, kHidden, kIntermediate,
+                 {.rows = cell.device == "cpu" ? 0 : num_tokens * cell.top_k, .scales_apart = apart})
       .value();
 }
 

@@ -33,7 +33,7 @@ struct BenchOptions {
   std::vector<std::string> isas;              ///< forced one after another; empty: the plan's choice
   std::vector<std::string> modes;             ///< the same
   std::string device = "cpu";                 ///< "cpu" or "cuda"
-  std::string backend;                        ///< empty: the oracle's choice
+  std::string backend;                        ///< empty or "auto": the oracle's choice
   std::string pack_cache;                     ///< as LayerOptions::pack_cache
   std::shared_ptr<const CpuCosts> cpu_costs;  ///< as LayerOptions::cpu_costs
   ActivationMode activation = ActivationMode::kAsCheckpoint;

@@ -23,7 +23,7 @@ struct RankBenchOptions {
   std::string scheme;                 ///< empty: that of the problem
   std::vector<int64_t> tokens = {1};  ///< that each rank is given, one row a count
   std::string device = "cpu";         ///< or "cuda": a card each, and a communicator of cards
-  std::string backend;                ///< empty: the oracle's choice
+  std::string backend;                ///< empty or "auto": the oracle's choice
   Determinism determinism = Determinism::kThreadInvariant;
   int64_t num_experts = 0;     ///< a layer with fewer experts than the problem has; 0: all
   double seconds_per_row = 1;  ///< of timed forwards, at least three

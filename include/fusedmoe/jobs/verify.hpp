@@ -26,8 +26,8 @@ struct ErrorBound {
   double accumulation = 0;     ///< fp32 sums over hidden and intermediate
   /// Values that fall on the other side of a rounding threshold of the second GEMM's input.
   double requantization = 0;
-  double activation_rounding = 0;  ///< int8 activations that the scheme does not ask for (a8), or scales of
-                                   ///< whole rows taken over slices
+  double activation_rounding = 0;  ///< int8 activations that the scheme does not ask for (a8; measured: half
+                                   ///< of what they change), or scales of whole rows taken over slices
   double layout = 0;               ///< weights that the layout changed (folded scales)
   double factor = 4;               ///< from the expected error to the bound
   /// One value of the second GEMM's input on the other side of a threshold, where so few are compared that
@@ -42,17 +42,31 @@ struct ErrorBound {
 /// whole batch over the slots of its own experts.
 bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme);
 
+/// What is known of the values behind the outputs that are compared. Absent figures are taken from normal
+/// numbers.
+struct ComparedValues {
+  /// Rows of experts that the outputs are made of, tokens * top_k; 0: so many that one event averages out.
+  int64_t rows = 0;
+  /// Ranks quantize the values between the GEMMs by scales of their own (RanksScaleApart).
+  bool scales_apart = false;
+  /// Of the values between the GEMMs, relative to their root mean square: the largest of each group that has
+  /// a scale of its own, root mean square over all columns, and the largest of all.
+  std::optional<double> group_peak, peak;
+  /// What rounding activations to int8 (a8) changes in the reference, as a relative L2 norm.
+  std::optional<double> a8;
+};
+
 /// The bound for a backend that runs by `plan` against the reference, which computes in fp32 and better and
-/// returns F32. `output` is the dtype of the result that is compared. `scales_apart`: ranks
-/// quantize the values between the GEMMs by scales of their own (RanksScaleApart). `rows`: how many rows of
-/// experts the outputs compared are made of, tokens * top_k; 0: so many that one event averages out.
+/// returns F32. `output` is the dtype of the result that is compared.
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool scales_apart = false, int64_t rows = 0);
+                   const ComparedValues& values = {});
 
 /// The same for a layer as it was loaded: on its rank, and with its shared expert, whose own plan and scheme
 /// may have larger terms; of each the larger counts. `intermediate`: of the whole layer. So many `tokens` are
-/// compared.
-ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate, int64_t tokens);
+/// compared; what is known of the `routed` experts' values may be given, rows and scales follow from the
+/// layer.
+ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate, int64_t tokens,
+                        ComparedValues routed = {});
 
 struct CheckOptions {
   /// Tokens compared, evenly spread; all, where the activation scale spans the whole batch.

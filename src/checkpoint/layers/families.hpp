@@ -49,6 +49,7 @@ struct FamilyRouting {
 struct FamilyActivation {
   ActivationKind kind = ActivationKind::kSilu;  ///< when the configuration is silent or `fixed`
   bool fixed = false;                           ///< hidden_act of the configuration does not apply to experts
+  bool silu_is_kind = false;                    ///< hidden_act "silu" means `kind`, which clamps
   bool gated = true;
   float alpha = 1.0F, beta = 0.0F,
         limit = 0.0F;             ///< defaults of the configuration's swiglu_alpha, swiglu_limit

@@ -178,7 +178,7 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
   spec.limit = row.limit;
   if (!row.fixed) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<ActivationKind> kind, ConfiguredActivation(config));
-    if (kind && *kind != spec.kind) {
+    if (kind && *kind != spec.kind && !(row.silu_is_kind && *kind == ActivationKind::kSilu)) {
       spec = CanonicalActivation(*kind);
     }
   }
@@ -232,6 +232,11 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
       return Status::BadInput(fmt::format("'swiglu_limit' is {}; at least 0 is needed", spec.limit))
           .WithFile(config.path());
     }
+    if (row.silu_is_kind && spec.kind != row.kind && spec.limit > 0.0F) {
+      return Status::Unsupported(fmt::format("'swiglu_limit' is {} and 'hidden_act' {}: {} clamps silu alone",
+                                             spec.limit, ActivationName(spec.kind), family.name))
+          .WithFile(config.path());
+    }
   }
   return WithoutLimit(spec);
 }
@@ -253,7 +258,8 @@ Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig&
     const bool apart = family.activation.kind == ActivationKind::kSwigluStep;
     if (limit || apart) {
       own = routed;
-      own->kind = apart ? ActivationKind::kSwigluStep : routed.kind;
+      const bool unclamped = apart && routed.kind == ActivationKind::kSilu;  // the routed ones
+      own->kind = unclamped ? ActivationKind::kSwigluStep : routed.kind;
       own->limit = std::max(0.0F, static_cast<float>(limit.value_or(0.0)));  // below zero: none
       own = WithoutLimit(*own);
     }

@@ -1,10 +1,13 @@
 #include "checkpoint/rules/quant_rules.hpp"
 
+#include <algorithm>
+#include <cctype>
 #include <filesystem>
 
 #include <fmt/format.h>
 
 #include "checkpoint/files/tensor_index.hpp"
+#include "checkpoint/rules/rules_support.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -67,16 +70,21 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
           "are; dequantize the model to BF16 with the tool that wrote it");
 }
 
+// GPTQModel names its methods by `method` too, and from 6 on reads `quant_method` as the older name of that;
+// vLLM and transformers know the latter alone. They must agree where it may have written both.
 Result<std::string> MethodOf(const JsonValue& spec, std::string_view fallback, const std::string& path) {
-  const JsonValue* method = spec.Find("quant_method");
-  if (method == nullptr) {
-    return std::string(fallback);
+  FMOE_ASSIGN_OR_RETURN(const std::string method, Word(spec, "quant_method", "", path));
+  if (!method.empty() && method != "gptq" && method != "awq" && method != "fp8") {
+    return method;  // of another tool
   }
-  if (!method->is_string()) {
-    return Status::BadInput(fmt::format("'quant_method' is {}; a string is needed", method->ToString()))
-        .WithFile(path);
+  FMOE_ASSIGN_OR_RETURN(std::string other, Word(spec, "method", "", path));
+  std::transform(other.begin(), other.end(), other.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  if (!method.empty() && !other.empty() && other != method) {
+    return Wrong("method", spec.Find("method"), fmt::format("what 'quant_method' says, '{}',", method), path);
   }
-  return method->string();
+  const std::string said = method.empty() ? other : method;
+  return said.empty() ? std::string(fallback) : said;
 }
 
 }  // namespace

@@ -26,12 +26,9 @@ std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machin
          "on its neighbours by definition",
          std::string(DeterminismName(problem.determinism)), "thread_invariant"});
   }
-  if (problem.activation == ActivationMode::kA8) {
-    verdicts.push_back({Reason::kScheme,
-                        "the reference executes the scheme as it is written, not with activations " +
-                            std::string(ActivationModeName(problem.activation)),
-                        std::string(ActivationModeName(problem.activation)),
-                        "as_checkpoint, weight_only, max_expanded or max_gate_up"});
+  if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
+    verdicts.push_back({Reason::kScheme, "a8 replaces 16-bit activations; this scheme quantizes its own",
+                        problem.scheme.name, "a weight-only scheme"});
   }
   if (!problem.isa.empty()) {
     verdicts.push_back({Reason::kIsa, "the reference has one portable code path, no instruction-set levels",

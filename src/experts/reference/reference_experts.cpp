@@ -121,6 +121,8 @@ ReferenceExperts::ReferenceExperts(const MoeProblem& problem, std::shared_ptr<co
     : config_(problem.config), activation_format_(problem.scheme.activation), weights_(std::move(weights)) {
   if (problem.activation == ActivationMode::kWeightOnly) {
     activation_format_ = ActivationFormat{};
+  } else if (problem.activation == ActivationMode::kA8) {
+    activation_format_ = A8Format();
   }
   traits_.activation_format = config_.activation_format;
   traits_.weight_and_reduce = config_.activation_format == ActivationFormatKind::kStandard
@@ -129,7 +131,7 @@ ReferenceExperts::ReferenceExperts(const MoeProblem& problem, std::shared_ptr<co
   // Static scales belong to each expert, and gate may have another than up: one quantized copy of the input
   // cannot serve all. Smoothing factors, likewise, act before quantization and belong to the projection.
   traits_.expects_unquantized_inputs = true;
-  traits_.takes_codes = activation_format_.quantized();
+  traits_.takes_codes = problem.scheme.activation.quantized() && activation_format_.quantized();
   for (const CanonicalExpert& expert : weights_->canonical) {
     for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up}) {
       if (matrix->empty()) {

@@ -188,8 +188,8 @@ Status Measurement::Check(const LayerRotation& rotation, const Routing& routing,
   }
   row.rel_l2 = reference.DistanceOf(tokens, output_.view(), rows);
   row.checked_tokens = count;
-  row.error_bound = BoundOf(row.plan, scheme_, config_.dtype, config_.hidden, config_.intermediate, false,
-                            count * config_.top_k())
+  row.error_bound = BoundOf(row.plan, scheme_, config_.dtype, config_.hidden, config_.intermediate,
+                            {.rows = count * config_.top_k()})
                         .value();
   row.ok = row.rel_l2 <= row.error_bound;  // false for NaN
   return Status::Ok();

@@ -142,10 +142,10 @@ Status RankMeasurement::Check() {
   const int64_t count = std::min(row_.tokens, kComparedTokens);
   const Routing routing = RoutingOf(0, Group(layout_.rank));
   FMOE_RETURN_IF_ERROR(Forward(routing, batch ? count : row_.tokens));
-  row_.bound =
-      BoundOf(layer_->plan(), scheme_, config_.dtype, config_.hidden, config_.intermediate,
-              RanksScaleApart(config_.intermediate, options_.parallel, scheme_), count * config_.top_k())
-          .value();
+  row_.bound = BoundOf(layer_->plan(), scheme_, config_.dtype, config_.hidden, config_.intermediate,
+                       {.rows = count * config_.top_k(),
+                        .scales_apart = RanksScaleApart(config_.intermediate, options_.parallel, scheme_)})
+                   .value();
   double own = 0;
   const Result<Sampled> sampled = batch ? SampleBatch(count) : SampleOwn(count, routing);
   const Status status = sampled.ok() ? CompareWithReference(*sampled, own) : sampled.status();

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 #include <fusedmoe/machine.hpp>
+#include <fusedmoe/oracle.hpp>
 
 #include "experts/contracts/common/restore.hpp"
 #include "jobs/prepare/prepared_file.hpp"
@@ -138,7 +139,7 @@ Result<PrepareReport> WritePrepared(const Checkpoint& checkpoint, int64_t layer,
 Result<PrepareReport> InvertPrepared(const std::string& prepared_path, const std::string& path,
                                      const std::string& asked_backend) {
   FMOE_ASSIGN_OR_RETURN(PreparedFile file, prepared::ReadPreparedFile(prepared_path));
-  if (!asked_backend.empty()) {
+  if (!NamedBackend(asked_backend).empty()) {
     const Backend* backend = FindBackend(asked_backend);
     if (backend == nullptr) {
       return Status::Usage(fmt::format("backend '{}' does not exist", asked_backend));

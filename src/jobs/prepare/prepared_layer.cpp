@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fusedmoe/jobs/prepare.hpp>
 #include <fusedmoe/machine.hpp>
+#include <fusedmoe/oracle.hpp>
 
 #include "experts/contracts/common/restore.hpp"
 #include "jobs/prepare/prepared_file.hpp"
@@ -133,7 +134,7 @@ Result<std::shared_ptr<const PreparedLayer>> PreparedLayer::Open(const std::stri
 
 Result<std::unique_ptr<MoeLayer>> PreparedLayer::Load(const LayerOptions& asked_options) const {
   LayerOptions options = asked_options;
-  if (options.backend.empty()) {
+  if (NamedBackend(options.backend).empty()) {
     options.backend = backend();
   }
   return impl_->Load(options, true);

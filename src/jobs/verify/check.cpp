@@ -6,11 +6,15 @@
 #include <vector>
 
 #include "jobs/verify/distance.hpp"
+#include "jobs/verify/measured.hpp"
+#include "jobs/verify/runner.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
 namespace {
+
+using verify::Runner;
 
 // Rows `tokens` of a dense matrix, copied.
 Result<Tensor> Gather(TensorView source, const std::vector<int64_t>& tokens) {
@@ -64,20 +68,18 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
   reference_options.max_tokens = std::max<int64_t>(report.tokens, 1);
   reference_options.plan_tokens = reference_options.max_tokens;
   reference_options.executor = options.executor;
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference, load(reference_options));
-  report.bound = BoundOfLayer(layer, output.dtype(), reference->config().intermediate, report.tokens);
-  FMOE_ASSIGN_OR_RETURN(const Workspace workspace, reference->CreateWorkspace());
+  FMOE_ASSIGN_OR_RETURN(const Runner reference, Runner::Load(load, reference_options));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_hidden, Gather(hidden, tokens));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_ids, Gather(topk_ids, tokens));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_weights, Gather(topk_weights, tokens));
-  FMOE_ASSIGN_OR_RETURN(Tensor expected, Tensor::Allocate(DType::kF32, {report.tokens, hidden.dim(1)}));
-  MoeLayer::Inputs inputs;
-  inputs.hidden = some_hidden.view();
-  inputs.topk_ids = some_ids.view();
-  inputs.topk_weights = some_weights.view();
-  MoeLayer::Outputs outputs;
-  outputs.output = expected.mutable_view();
-  FMOE_RETURN_IF_ERROR(reference->Forward(inputs, outputs, workspace, options.executor));
+  FMOE_ASSIGN_OR_RETURN(const Tensor expected,
+                        reference.Run(some_hidden.view(), some_ids.view(), some_weights.view(), DType::kF32));
+  FMOE_ASSIGN_OR_RETURN(
+      const ComparedValues values,
+      verify::MeasureValues(layer, reference, load, reference_options,
+                            {some_hidden.view(), some_ids.view(), some_weights.view(), expected.view()}));
+  report.bound =
+      BoundOfLayer(layer, output.dtype(), reference.layer->config().intermediate, report.tokens, values);
 
   RowsDistance distance(output.dtype());
   std::vector<float> row(static_cast<size_t>(hidden.dim(1)));

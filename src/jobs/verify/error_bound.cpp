@@ -5,6 +5,7 @@
 
 #include <fusedmoe/problems.hpp>
 
+#include "moe/backend.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
@@ -24,9 +25,13 @@ double RoundingOf(DType dtype) {
   }
 }
 
+// What normal numbers have: the largest value of a group is some four root mean squares. Steps of int8 are
+// alike for all values of a group; that of a token with long rows may be sixteen root mean squares of all.
+constexpr double kGroupPeak = 4, kPeakOfInt8 = 16;
+
 // The step of a quantized element relative to the values that matter: those near the root mean square of a
 // group.
-double StepOf(DType element) {
+double StepOf(DType element, const ComparedValues& values) {
   switch (element) {
     case DType::kF4E2M1:
       return 0.5;
@@ -37,14 +42,14 @@ double StepOf(DType element) {
     case DType::kF6E2M3:
       return 0.125;
     default:
-      return 0x1p-5;  // int8: the largest value is 127 steps and about four deviations
+      return values.group_peak.value_or(kGroupPeak) / 127.0;  // int8: the largest value is 127 steps
   }
 }
 
 // Where a scale is the largest value over a number that ends in one half, that value stands on a threshold
 // itself: below zero its code is -127 or -128 by one rounding of the value, for about half of the groups a
-// step of four root mean squares in 127.5, in a group of so many columns.
-double LargestOnThreshold(const ActivationFormat& activation, int64_t columns) {
+// step, in a group of so many columns.
+double LargestOnThreshold(const ActivationFormat& activation, int64_t columns, const ComparedValues& values) {
   const double divisor = activation.rule.amax_divisor;
   if (activation.element != DType::kI8 || activation.static_tensor_scale ||
       divisor != std::floor(divisor) + 0.5) {
@@ -52,22 +57,25 @@ double LargestOnThreshold(const ActivationFormat& activation, int64_t columns) {
   }
   const int64_t group =
       activation.group.col > 0 ? std::min(activation.group.col, columns) : std::max<int64_t>(columns, 1);
-  return 4.0 / divisor / std::sqrt(2.0 * static_cast<double>(group));
+  return values.group_peak.value_or(kGroupPeak) / divisor / std::sqrt(2.0 * static_cast<double>(group));
 }
 
-// One value that two kernels see on either side of a threshold. Floats: the largest of its group, some four
-// root mean squares, wrong by a step of itself. Where it decides a scale that is stored in few bits, the
-// others of its group are rounded anew. Integers: any of a group whose largest value, 127 steps, is sixteen
-// root mean squares of all, as of a token with long rows. `values` are compared.
-double OneEvent(const ActivationFormat& activation, double values) {
+// One value that two kernels see on either side of a threshold, among `count`. Floats: the largest of its
+// group, wrong by a step of itself, and where `share` of all values move, so many that the largest of all may
+// be one, that. Where it decides a scale that is stored in few bits, the others of its group are rounded
+// anew. Integers: any of a group, by a step of the largest.
+double OneEvent(const ActivationFormat& activation, const ComparedValues& values, double share,
+                double count) {
+  constexpr double kRare = 1e-3;
   const DType element = *activation.element;
   if (element == DType::kI8) {
-    return 16.0 / 127.0 / std::sqrt(values);
+    return values.peak.value_or(kPeakOfInt8) / 127.0 / std::sqrt(count);
   }
-  const double step = StepOf(element);
+  const double step = StepOf(element, values);
   const int64_t others =
       activation.scale_dtype == DType::kF32 ? 0 : std::max<int64_t>(activation.group.col, 1) - 1;
-  return step * std::sqrt((16.0 + static_cast<double>(others)) / values);
+  const double peak = share < kRare ? kGroupPeak : std::max(kGroupPeak, values.peak.value_or(kGroupPeak));
+  return step * std::sqrt((peak * peak + static_cast<double>(others)) / count);
 }
 
 constexpr double ErrorBound::*kTerms[] = {&ErrorBound::output_rounding, &ErrorBound::input_rounding,
@@ -107,7 +115,7 @@ bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const
 }
 
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool scales_apart, int64_t rows) {
+                   const ComparedValues& values) {
   ErrorBound bound;
   bound.output_rounding = std::hypot(RoundingOf(output), plan.rows_dtype == "BF16" ? 0x1p-9 : 0.0);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
@@ -128,12 +136,8 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   }
 
   bound.layout = plan.layout_error;
-  if (plan.activation == ActivationMode::kA8) {
-    // A step is 1/127 of the largest value of a group of 64, about four times its root mean square; twice.
-    bound.activation_rounding = std::sqrt(2.0) * 4.0 / 127.0 / std::sqrt(12.0);
-    return bound;
-  }
-  if (!scheme.activation.quantized() || plan.activation == ActivationMode::kWeightOnly) {
+  const bool a8 = plan.activation == ActivationMode::kA8;
+  if (!a8 && (!scheme.activation.quantized() || plan.activation == ActivationMode::kWeightOnly)) {
     bound.mid_rounding = mid;
     // Weight-only kernels hold activations in 15 bits under a scale (BF16 inputs keep all but the smallest)
     // or in bf16 (which loses bits of F16 and F32). Unquantized weights meet activations of their own dtype.
@@ -143,20 +147,28 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
     }
     return bound;
   }
+  const ActivationFormat activation = a8 ? A8Format() : scheme.activation;
   // The same rule quantizes the same input to the same codes in both kernels; what differs is the input of
   // the second GEMM. A value moves to the next code when it lies closer to a threshold than the two kernels
   // are apart: a share delta / step of all values, each of which then is wrong by one step.
   const double delta = std::max({mid, gemm1, plan.layout_error});
-  bound.requantization = std::hypot(std::sqrt(delta * StepOf(*scheme.activation.element)),
-                                    LargestOnThreshold(scheme.activation, intermediate));
-  if (rows > 0) {
-    bound.one_event =
-        OneEvent(scheme.activation, static_cast<double>(rows) * static_cast<double>(intermediate));
+  const double step = StepOf(*activation.element, values);
+  bound.requantization =
+      std::hypot(std::sqrt(delta * step), LargestOnThreshold(activation, intermediate, values));
+  if (values.rows > 0) {
+    bound.one_event = OneEvent(activation, values, delta / step,
+                               static_cast<double>(values.rows) * static_cast<double>(intermediate));
   }
-  if (scales_apart) {
+  if (a8) {
+    // Compared with the scheme, which does not round. Measured, twice that is enough for kernels that group
+    // columns otherwise; beside float weights activations are bf16. Normal numbers: a step is 1/127 of four
+    // root mean squares. In front of both GEMMs.
+    bound.activation_rounding = values.a8 ? std::hypot(2 * *values.a8 / bound.factor, 0x1p-9, 0x1p-9)
+                                          : std::sqrt(2.0) * kGroupPeak / 127.0 / std::sqrt(12.0);
+  } else if (values.scales_apart) {
     // A rank takes the scale of a row, a group, or of all rows over its slice of the columns or the slots of
     // its experts: other codes than those of the whole, each wrong by a rounding of its own.
-    bound.activation_rounding = std::sqrt(2.0) * StepOf(*scheme.activation.element) / std::sqrt(12.0);
+    bound.activation_rounding = std::sqrt(2.0) * step / std::sqrt(12.0);
   }
   return bound;
 }
@@ -173,19 +185,21 @@ void RoundRows(const Plan& plan, const Scheme& scheme, DType layer, DType rows, 
 
 }  // namespace
 
-ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate, int64_t tokens) {
+ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate, int64_t tokens,
+                        ComparedValues routed) {
   const MoeConfig& config = layer.config();
+  routed.rows = tokens * config.top_k();
+  routed.scales_apart = RanksScaleApart(intermediate, config.parallel, layer.scheme());
   // Latent experts read the same rows in all kernels (moe/latent_projections.hpp), and projecting back leaves
   // the relative error of their sums as it is, unless these lie where it has small singular values.
   ErrorBound bound =
-      BoundOf(layer.plan(), layer.scheme(), output, config.expert_hidden(), config.intermediate,
-              RanksScaleApart(intermediate, config.parallel, layer.scheme()), tokens * config.top_k());
+      BoundOf(layer.plan(), layer.scheme(), output, config.expert_hidden(), config.intermediate, routed);
   RoundRows(layer.plan(), layer.scheme(), config.dtype, output, bound);
   if (layer.shared_scheme() == nullptr || layer.plan().shared == nullptr) {
     return bound;
   }
   ErrorBound shared = BoundOf(*layer.plan().shared, *layer.shared_scheme(), output, config.hidden,
-                              config.shared.intermediate, false, tokens);
+                              config.shared.intermediate, {.rows = tokens, .a8 = routed.a8});
   RoundRows(*layer.plan().shared, *layer.shared_scheme(), config.dtype, output, shared);
   for (double ErrorBound::*term : kTerms) {
     bound.*term = std::max(bound.*term, shared.*term);

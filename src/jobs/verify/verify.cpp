@@ -7,6 +7,7 @@
 
 #include "jobs/prepare/prepared_file.hpp"
 #include "jobs/verify/distance.hpp"
+#include "jobs/verify/measured.hpp"
 #include "jobs/verify/output_distance.hpp"
 #include "jobs/verify/runner.hpp"
 
@@ -67,7 +68,9 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   reference_options.max_tokens = reference_options.plan_tokens = judged_options.max_tokens;
   reference_options.executor = judged_options.executor;
   if (sides.same_weights) {
-    reference_options.activation = judged.layer->plan().activation;
+    const ActivationMode mode = judged.layer->plan().activation;
+    // a8 is judged by what it costs.
+    reference_options.activation = mode == ActivationMode::kA8 ? ActivationMode::kAsCheckpoint : mode;
     reference_options.activation_rule = judged_options.activation_rule;
   }
   FMOE_ASSIGN_OR_RETURN(const Runner reference, Runner::Load(sides.reference, reference_options));
@@ -84,11 +87,15 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const Routed routed, verify::RouteAndRun(judged, inputs, &output, &report.notes));
   FMOE_ASSIGN_OR_RETURN(const Tensor expected,
                         reference.Run(inputs.hidden, routed.ids.view(), routed.weights.view(), DType::kF32));
+  FMOE_ASSIGN_OR_RETURN(
+      const ComparedValues values,
+      verify::MeasureValues(*judged.layer, reference, sides.reference, reference_options,
+                            {inputs.hidden, routed.ids.view(), routed.weights.view(), expected.view()}));
   RowsDistance distance(output.dtype());
   verify::CompareRows(output, expected, routed, options.worst_rows, report, distance);
   FMOE_RETURN_IF_ERROR(verify::CompareExperts(judged, reference, inputs.hidden, routed, report));
-  ErrorBound bound =
-      BoundOfLayer(*judged.layer, output.dtype(), judged.layer->config().intermediate, inputs.hidden.dim(0));
+  ErrorBound bound = BoundOfLayer(*judged.layer, output.dtype(), judged.layer->config().intermediate,
+                                  inputs.hidden.dim(0), values);
   bound.output_rounding = std::hypot(bound.output_rounding, distance.step_rounding());
   const double backend_bound = bound.value();
   report.bound = backend_bound;
