@@ -40,7 +40,12 @@ Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<in
     FMOE_ASSIGN_OR_RETURN(subject.description, subject.checkpoint->Describe(index));
     return subject;
   }
-  FMOE_ASSIGN_OR_RETURN(subject.prepared, PreparedLayer::Open(flags.directory));
+  auto prepared = PreparedLayer::Open(flags.directory);
+  if (!prepared.ok() && prepared.status().hint().empty()) {  // config.json, say, or the index of shards
+    return std::move(prepared).status().WithHint(
+        "give the folder that holds config.json, a GGUF file, or a file that fusedmoe prepare wrote");
+  }
+  FMOE_ASSIGN_OR_RETURN(subject.prepared, std::move(prepared));
   subject.description = subject.prepared->description();
   if (layer && *layer != subject.layer()) {
     return Status::Usage(

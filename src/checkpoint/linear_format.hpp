@@ -45,6 +45,8 @@ struct LinearFormat {
   bool bytes_are_exponents = false;  ///< scales of type U8 are E8M0, where floats are expected otherwise
   /// `zero_point` are floats like the scales, which are added: weights are code * scale + bias (MLX).
   bool zero_point_is_bias = false;
+  /// Where a tool would leave zero points if they were not all 0: the metadata say that there are none.
+  std::string_view no_zero_point;
   bool zero_point_optional = false;  ///< without the tensor, zero is the middle of the codes
   bool zero_plus_one = false;        ///< stored zero points are one too small (GPTQ v1)
   bool nibbles_in_order = false;     ///< kAwq without AWQ's order (Quark's pack_method "order")

@@ -198,6 +198,20 @@ TEST(MalformedFused, WrongShape_IsNamed) {
   }
 }
 
+// The bytes of gpt-oss' groups lie in an axis of their own, the last.
+TEST(MalformedFused, AxesOfBlocksExchanged_AreNamed) {
+  const auto layers = Layers();
+  for (const std::string name :
+       {"model.layers.0.mlp.experts.gate_up_proj_blocks", "model.layers.0.mlp.experts.down_proj_blocks"}) {
+    TinyModel model = layers.front().second;
+    std::vector<int64_t>& shape = model.Find(name).shape;
+    std::swap(shape[2], shape[3]);
+    ExpectRefused(name + " with its last axes exchanged", model, name);
+    shape = {shape[0], shape[1], shape[2] / 2, shape[3] * 2};
+    ExpectRefused(name + " in bytes of half groups", model, name);
+  }
+}
+
 TEST(MalformedFused, BadValues_AreNamed) {
   const float nan = std::numeric_limits<float>::quiet_NaN(),
               infinity = std::numeric_limits<float>::infinity();

@@ -77,6 +77,32 @@ TEST(PackedCodes, FourBitsOfQuarkByChannel_AreRefused) {
   EXPECT_NE(status.message().find("uint4 per_channel"), std::string::npos) << status.ToString();
 }
 
+// What metadata call symmetric has no zero points: those in the file would have been passed over.
+TEST(PackedCodes, ZeroPointsOfSymmetricWeights_AreRefused) {
+  const std::string name = "model.layers.0.mlp.experts.1.up_proj.weight_zero_point";
+  const auto load = [&](const std::string& format, const RawTensor& zeros) {
+    TinyModel model(format);
+    model.tensors.push_back(zeros);
+    return LoadEverything(model);
+  };
+  const auto expect_refused = [&](const Status& status) {
+    EXPECT_EQ(status.code(), StatusCode::kBadInput) << status.ToString();
+    EXPECT_EQ(status.tensor(), name);
+    EXPECT_NE(status.message().find("symmetric"), std::string::npos) << status.ToString();
+  };
+  // Packed: 0 is a zero point of -8 there.
+  const std::vector<int64_t> packed = {kIntermediate / 8, kHidden / 32};
+  expect_refused(load("ct_int4", Bytes(name, "I32", packed, 4, 0x99)));
+  expect_refused(load("ct_int4", Bytes(name, "I32", packed, 4, 0)));
+  // One by one: some tools leave them, all 0.
+  expect_refused(load("ct_int8", Bytes(name, "I8", {kIntermediate, 1}, 1, 1)));
+  expect_refused(load("ct_int4", Bytes(name, "I8", {kIntermediate, kHidden / 32}, 1, 1)));
+  for (const Status& zeros : {load("ct_int8", Bytes(name, "I8", {kIntermediate, 1}, 1, 0)),
+                              load("ct_int4", Bytes(name, "I8", {kIntermediate, kHidden / 32}, 1, 0))}) {
+    EXPECT_TRUE(zeros.ok()) << zeros.ToString();
+  }
+}
+
 // Quark 0.13 (Pack_fp6) and compressed-tensors 0.20 (pack_fp6_to_uint8) put code i of four at bit 6i of three
 // bytes.
 TEST(PackedCodes, Fp6_IsPackedFourInThreeBytes) {

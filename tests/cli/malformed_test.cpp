@@ -54,6 +54,20 @@ void RefusedAfter(const std::function<void(std::vector<NamedTensor>&)>& change, 
   ExpectRefused(checkpoint, "model.safetensors", tensor);
 }
 
+// A file of the folder in place of the folder: the message says what is wanted.
+TEST(Malformed, ConfigurationInPlaceOfTheFolder_IsAnswered) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  for (const char* command : {"run", "verify"}) {
+    std::vector<std::string> words = {command, checkpoint.path() + "/config.json", "--layer", "0"};
+    if (words[0] == "run") {
+      words.insert(words.end(), {"--input", checkpoint.input(), "--output", checkpoint.output()});
+    }
+    const ProcessResult result = RunCommand(words);
+    EXPECT_EQ(result.exit_code, 3) << result.err;
+    EXPECT_NE(result.err.find("give the folder that holds config.json"), std::string::npos) << result.err;
+  }
+}
+
 TEST(Malformed, TruncatedFile_IsRefused) {
   const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
   const std::string path = checkpoint.path() + "/model.safetensors";

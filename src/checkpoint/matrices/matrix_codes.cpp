@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/matrices/unpack.hpp"
+#include "core/checked_math.hpp"
 #include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -68,7 +69,14 @@ Result<Tensor> ReadDirect(const MatrixTensors& tensors, const LinearFormat& form
                           const std::string& name) {
   const DType element = format.weight.element;
   // gpt-oss keeps the bytes of a group in an axis of their own.
-  if (stored.shape().rank() == 3 && stored.view().dense()) {
+  if (stored.shape().rank() == 3 && stored.view().dense() && format.weight.has_block_scale()) {
+    const int64_t each = PackedBytes(element, format.weight.block.col);
+    if (stored.dim(2) != each) {
+      return tensors.Wrong(
+          name, stored,
+          fmt::format("[{}, {}, {}], the bytes of a group last", tensors.rows * tensors.place.parts,
+                      CeilDiv(tensors.cols, format.weight.block.col), each));
+    }
     const Shape flat{stored.dim(0), stored.dim(1) * stored.dim(2)};
     stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), flat), stored.owner());
   }

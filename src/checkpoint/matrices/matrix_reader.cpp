@@ -1,6 +1,7 @@
 #include "checkpoint/matrices/matrix_reader.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -112,6 +113,28 @@ Status CheckShapeTensor(const MatrixTensors& tensors, const LinearFormat& format
       name);
 }
 
+// Symmetric weights may have zero points of 0 beside them, one by one, as some tools leave them; those that
+// are packed into words are stored for asymmetric weights alone, and 0 is another number there.
+Status CheckNoZeroPoint(const MatrixTensors& tensors, const LinearFormat& format) {
+  const std::string name = tensors.NameOf(format.no_zero_point);
+  if (!tensors.store.Has(name)) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(const Tensor stored, tensors.Load(format.no_zero_point));
+  const auto* const first = stored.view().data();
+  const bool zeros =
+      stored.view().dense() && std::all_of(first, first + stored.view().total_bytes(),
+                                           [](std::byte byte) { return byte == std::byte{0}; });
+  if (zeros && (format.packing == Packing::kDirect || stored.dtype() != DType::kI32)) {
+    return Status::Ok();
+  }
+  return tensors.store.Blame(
+      Status::BadInput(fmt::format("{} {} are zero points, but the metadata say that weights are symmetric",
+                                   DTypeName(stored.dtype()), stored.shape().ToString()))
+          .WithHint("\"symmetric\": false where they count; without the tensor where they do not"),
+      name);
+}
+
 Status CheckRowMajor(const MatrixTensors& tensors, const LinearFormat& format) {
   const std::string name = tensors.NameOf(format.row_major);
   if (!tensors.store.Has(name)) {
@@ -191,6 +214,9 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
   }
   if (!format.shape.empty()) {
     FMOE_RETURN_IF_ERROR(CheckShapeTensor(tensors, format));
+  }
+  if (!format.no_zero_point.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckNoZeroPoint(tensors, format));
   }
   if (!format.row_major.empty()) {
     FMOE_RETURN_IF_ERROR(CheckRowMajor(tensors, format));

@@ -153,7 +153,7 @@ bool SetPacked(std::string_view name, const Args& args, LinearFormat& format) {
     format.shape = ".weight_shape";
     format.group_index = ".weight_g_idx";
     format.group_index_required = args.reordered && groups;
-    format.zero_point = args.symmetric ? "" : ".weight_zero_point";
+    (args.symmetric ? format.no_zero_point : format.zero_point) = ".weight_zero_point";
   } else {
     return false;
   }
@@ -171,6 +171,7 @@ bool SetPlain(const Args& args, LinearFormat& format) {
     format.bits = static_cast<int>(args.bits);
   }
   format.input_scale = ".input_scale";
+  format.no_zero_point = ".weight_zero_point";
   if (args.strategy == "tensor") {
     format.weight.has_tensor_scale = true;
   } else if (args.strategy == "channel") {
