@@ -135,6 +135,8 @@ constexpr ChunkSlabs DecodeChunkSlabs(FragmentFormat format) {
   switch (FragmentTraitsOf(format).code_bits) {
     case 4:
       return {4, FragmentTraitsOf(format).code == FragmentCode::kE2M1 ? 5 : 0};
+    case 6:
+      return {2, 0};
     case 8:
       return {2, 0};
     default:
