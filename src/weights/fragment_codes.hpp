@@ -203,25 +203,25 @@ FMOE_HOST_DEVICE inline void ArrangeLane(const StagedRows& staged, int64_t b, in
   if constexpr (kBits == 6) {
     ArrangeSixBits<kCode>(source, lane, 0, slab_codes);
     ArrangeSixBits<kCode>(source, lane, 2, slab_codes);
-    return;
-  }
-  for (int j = 0; j < 4; ++j) {
-    uint32_t words[4] = {};
-    for (int slot = 0; slot < 4; ++slot) {
-      const int k = 4 * j + slot / 2 * 2;
-      if constexpr (kBits == 16) {
-        words[slot] = source[slot & 1][k / 2];
-      } else {
-        const uint32_t first = CodeOfRow<kBits>(source[slot & 1], k * kBits),
-                       second = CodeOfRow<kBits>(source[slot & 1], (k + 1) * kBits);
-        words[kBits == 4 ? 0 : slot & 1] |=
-            kCode == FragmentCode::kIq4
-                ? first << IndexBit(slot, 0) | second << IndexBit(slot, 1)
-                : PairBits(kCode, slot, first) | OtherHalf(PairBits(kCode, slot, second));
+  } else {
+    for (int j = 0; j < 4; ++j) {
+      uint32_t words[4] = {};
+      for (int slot = 0; slot < 4; ++slot) {
+        const int k = 4 * j + slot / 2 * 2;
+        if constexpr (kBits == 16) {
+          words[slot] = source[slot & 1][k / 2];
+        } else {
+          const uint32_t first = CodeOfRow<kBits>(source[slot & 1], k * kBits),
+                         second = CodeOfRow<kBits>(source[slot & 1], (k + 1) * kBits);
+          words[kBits == 4 ? 0 : slot & 1] |=
+              kCode == FragmentCode::kIq4
+                  ? first << IndexBit(slot, 0) | second << IndexBit(slot, 1)
+                  : PairBits(kCode, slot, first) | OtherHalf(PairBits(kCode, slot, second));
+        }
       }
-    }
-    for (int slot = 0; slot < (kBits == 4 ? 1 : kBits == 8 ? 2 : 4); ++slot) {
-      *reinterpret_cast<uint32_t*>(slab_codes + WordOffset(kCode, kBits, lane, j, slot)) = words[slot];
+      for (int slot = 0; slot < (kBits == 4 ? 1 : kBits == 8 ? 2 : 4); ++slot) {
+        *reinterpret_cast<uint32_t*>(slab_codes + WordOffset(kCode, kBits, lane, j, slot)) = words[slot];
+      }
     }
   }
 }
