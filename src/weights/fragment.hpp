@@ -46,14 +46,14 @@ inline constexpr int kBlocksOfScales = 4;
 
 /// What stands behind the codes of a unit.
 enum class FragmentScale : uint8_t {
-  kNone,       ///< nothing: scales of rows and of the matrix stand beside the blocks
-  kE4M3,       ///< lane's two bytes (rows r, r+8) a slab; unsigned e5m3, so that every e4m3 value is normal
-  kE8M0,       ///< [k / 32][r][2] bytes; exponents relative to the largest of the matrix
-  kHalf,       ///< [r][2] 16-bit scales (BF16 or F16: FragmentSpec.half_scale) a group
-  kF32Zero,    ///< [group][r][2] words: fp32 rounded to 15 mantissa bits, zero point in the low 8 bits
-  kOffset,     ///< [group][r][2] words: BF16 scale, above it BF16 offset: fragment_offsets.hpp
-  kF32Halves,  ///< [2] fp32 a unit (rows 0-7 and 8-15 of its blocks), padded to 16 bytes, apart from codes
-  kBf16        ///< [group][r][2] BF16 scales of groups below a slab, to which others are rounded
+  kNone,      ///< nothing: scales of rows and of the matrix stand beside the blocks
+  kE4M3,      ///< lane's two bytes (rows r, r+8) a slab; unsigned e5m3, so that every e4m3 value is normal
+  kE8M0,      ///< [k / 32][r][2] bytes; exponents relative to the largest of the matrix
+  kHalf,      ///< [r][2] 16-bit scales (BF16 or F16: FragmentSpec.half_scale) a group
+  kBf16,      ///< [group][r][2] BF16 scales of groups below a slab, to which others are rounded
+  kF32Zero,   ///< [group][r][2] words: fp32 rounded to 15 mantissa bits, zero point in the low 8 bits
+  kOffset,    ///< [group][r][2] words: BF16 scale, above it BF16 offset: fragment_offsets.hpp
+  kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of its blocks), padded to 16 bytes, apart from codes
 };
 
 /// Kernels expand integers times this (experts/cuda/device/fragments.cuh); tensor scales carry it back.
@@ -65,7 +65,7 @@ inline constexpr float kIntegerFactor = 0x1p-32F;
 /// the weight plus zero point minus 128. Under kOffset they stand nearer to the middle of that range. kIq4:
 /// the index of one of sixteen integers (Codebook::kIq4), of which none is zero: columns that a group lacks
 /// have the least of them, and tokens zeros there.
-enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16, kIq4, kE2M3, kE3M2, kInt6 };
+enum class FragmentCode : uint8_t { kE2M1, kInt4, kIq4, kE2M3, kE3M2, kInt6, kE4M3, kInt8, kBF16, kF16 };
 
 /// Every format, once: enumerator, name, code, bits, scale, k of a group (0: none).
 #define FMOE_FRAGMENT_FORMATS(X)                             \
@@ -78,6 +78,10 @@ enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16, kIq
   X(kInt4Zero32, "int4_g32_zero", kInt4, 4, kF32Zero, 32)    \
   X(kInt4Offset32, "int4_g32_offset", kInt4, 4, kOffset, 32) \
   X(kInt4Offset16, "int4_g16_offset", kInt4, 4, kOffset, 16) \
+  X(kIq4, "iq4", kIq4, 4, kBf16, 32)                         \
+  X(kMxfp6E2M3, "mxfp6_e2m3", kE2M3, 6, kE8M0, 32)           \
+  X(kMxfp6E3M2, "mxfp6_e3m2", kE3M2, 6, kE8M0, 32)           \
+  X(kInt6, "int6_g16", kInt6, 6, kBf16, 16)                  \
   X(kFp8, "fp8", kE4M3, 8, kNone, 0)                         \
   X(kFp8Block, "fp8_block128", kE4M3, 8, kF32Halves, 128)    \
   X(kMxfp8, "mxfp8", kE4M3, 8, kE8M0, 32)                    \
@@ -87,11 +91,7 @@ enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16, kIq
   X(kInt8Offset32, "int8_g32_offset", kInt8, 8, kOffset, 32) \
   X(kInt8Offset16, "int8_g16_offset", kInt8, 8, kOffset, 16) \
   X(kBf16, "bf16", kBF16, 16, kNone, 0)                      \
-  X(kF16, "f16", kF16, 16, kNone, 0)                         \
-  X(kIq4, "iq4", kIq4, 4, kBf16, 32)                         \
-  X(kMxfp6E2M3, "mxfp6_e2m3", kE2M3, 6, kE8M0, 32)           \
-  X(kMxfp6E3M2, "mxfp6_e3m2", kE3M2, 6, kE8M0, 32)           \
-  X(kInt6, "int6_g16", kInt6, 6, kBf16, 16)
+  X(kF16, "f16", kF16, 16, kNone, 0)
 
 enum class FragmentFormat : uint8_t {
 #define FMOE_FRAGMENT_ENUMERATOR(id, name, code, bits, scale, group) id,

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
+#include "experts/cuda/device/indices.cuh"
 #include "experts/cuda/device/ptx.cuh"
 #include "experts/cuda/device/six_bits.cuh"
-#include "weights/codebook.hpp"
 #include "weights/fragment.hpp"
 
 /// Packed codes to tensor-core fragments: one policy a format, shared by decode and prefill. Expansion is
@@ -28,9 +28,8 @@
 ///          Decode of many weights adds (kAdds): 128 + q, times 2^-32, by mask and OR, then minus 128 and
 ///          the zero point. That is the same value in 11 operations, and yet the shorter way takes 1 to 4 %
 ///          longer there: docs/kernels_cuda.md.
-///   iq4    selectors of byte permutations: one of the numbers of the lower eight indices, one of the upper, and
-///          one that chooses between both by the index' highest bit. Numbers are bytes, plus 128, and then as
-///          those of int8, scale and zero at once: 19 operations for 8 weights.
+///   iq4    the bytes of indices (indices.cuh), as those of int8; scale and zero at once: 19 operations for 8
+///          weights
 ///   6 bit  from three words for two k-steps, by rotations and masks (weights/fragment_six_bits.hpp): floats as
 ///          BF16 value * 2^-126 (e2m3) or 2^-124 (e3m2), integers as int4 has them, those of rows r + 8 two
 ///          bits higher
@@ -41,15 +40,6 @@ namespace fusedmoe::cuda {
 /// 2^exponent as BF16, twice; of normal ones.
 __host__ __device__ constexpr uint32_t PowerPair(int exponent) {
   return static_cast<uint32_t>(exponent + 127) * 0x00800080U;
-}
-
-/// Four numbers of indices of codebook IQ4, plus 128.
-constexpr uint32_t Iq4Bytes(int first) {
-  uint32_t word = 0;
-  for (int i = first + 3; i >= first; --i) {
-    word = word << 8 | static_cast<uint32_t>(kIq4Numbers[static_cast<size_t>(i)] + 128);
-  }
-  return word;
 }
 
 /// Where the scales of a group act.
@@ -272,7 +262,7 @@ struct Fragments {
     if constexpr (kSixBits) {
       SixBits(codes, j, of);
     } else if constexpr (kIndices) {
-      LookUp(Word(codes[0], j), of);
+      Iq4Pairs(Word(codes[0], j), of);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -293,20 +283,6 @@ struct Fragments {
       SixBitStep<kCode, 0>(words, of);
     } else {
       SixBitStep<kCode, 1>(words, of);
-    }
-  }
-  /// The numbers of eight indices, plus 128.
-  __device__ __forceinline__ static void LookUp(uint32_t indices, uint32_t (&of)[4]) {
-    constexpr uint32_t kLow[2] = {Iq4Bytes(0), Iq4Bytes(4)}, kHigh[2] = {Iq4Bytes(8), Iq4Bytes(12)};
-    const uint32_t in_eight = indices & 0x77777777U;
-    const uint32_t which = AndOr<0x44444444U>(indices >> 1, 0x32103210U);
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t low = __byte_perm(kLow[0], kLow[1], in_eight >> (8 * i));
-      const uint32_t high = __byte_perm(kHigh[0], kHigh[1], in_eight >> (8 * i));
-      const uint32_t bytes = __byte_perm(low, high, which >> (8 * i));
-      of[i] = bytes & 0x00FF00FFU;
-      of[i + 1] = __byte_perm(bytes, 0, 0x4341);
     }
   }
   __device__ __forceinline__ static uint32_t Word(const uint4& piece, int i) {
