@@ -30,9 +30,9 @@
 ///          longer there: docs/kernels_cuda.md.
 ///   iq4    the bytes of indices (indices.cuh), as those of int8; scale and zero at once: 19 operations for 8
 ///          weights
-///   6 bit  from three words for two k-steps, by rotations and masks (weights/fragment_six_bits.hpp): floats as
-///          BF16 value * 2^-126 (e2m3) or 2^-124 (e3m2), integers as int4 has them, those of rows r + 8 two
-///          bits higher
+///   6 bit  from three words for two k-steps, by rotations and masks (weights/fragment_six_bits.hpp): floats
+///          as BF16 value * 2^-126 (e2m3) or 2^-124 (e3m2), integers as int4 has them, those of rows r + 8
+///          two bits higher
 ///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
 ///   16 bit as they are
 namespace fusedmoe::cuda {
