@@ -71,8 +71,6 @@ struct Fragments {
   static constexpr bool kHasZero = kScale == FragmentScale::kF32Zero;
   static constexpr bool kInteger = kTraits.integer();
   static constexpr bool kHasOffset = kScale == FragmentScale::kOffset;
-  /// One multiply-add brings scale and zero point, where scales act on weights.
-  static constexpr bool kScalesWithZero = kScale == FragmentScale::kHalf || kScale == FragmentScale::kBf16;
   static constexpr bool kMayAdd = kCode == FragmentCode::kInt4 && !kHasOffset;
   /// k that share an accumulator scale, in slabs; a group of 32 is narrower than an MMA's mix of lanes.
   static constexpr ScalePlace kPlace = kScale == FragmentScale::kNone  ? ScalePlace::kNone
@@ -193,14 +191,23 @@ struct Fragments {
         const uint32_t from128 = AndOr<0x000F000FU>(Word(codes[0], j) >> (4 * i), k128);
         a[i] = AddBf16x2(from128, kHasZero ? s.zero[i & 1] : kMinus128 + 0x00080008U);
       }
-    } else if constexpr (kInteger) {
-      constexpr bool kByScale = kScaled && kScalesWithZero;
+    } else if constexpr (kScale == FragmentScale::kBf16) {
       uint32_t integers[4];
-      Integers(codes, j, integers);
+      if constexpr (kSixBits) {
+        SixBits(codes, j, integers);
+      } else {
+        Iq4Pairs(Word(codes[0], j), integers);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i] = FmaBf16x2(integers[i], s.pair[i & 1], s.zero[i & 1]);
+      }
+    } else if constexpr (kInteger) {
+      constexpr bool kByScale = kScaled && kScale == FragmentScale::kHalf;  // scale and zero point at once
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t factor = kByScale ? s.pair[i & 1] : Unit(i);
-        a[i] = FmaBf16x2(integers[i], factor, kByScale || kHasZero ? s.zero[i & 1] : kImpliedZero);
+        a[i] = FmaBf16x2(Integers(codes, j, i), factor, kByScale || kHasZero ? s.zero[i & 1] : kImpliedZero);
         if constexpr (kScaled && kHasOffset) {
           a[i] = FmaBf16x2(a[i], s.pair[i & 1], s.zero[i & 1]);
         } else if constexpr (kScaled && !kByScale) {
@@ -240,10 +247,10 @@ struct Fragments {
 
  private:
   static constexpr bool kNibbles = kCode == FragmentCode::kInt4;
-  static constexpr bool kIndices = kCode == FragmentCode::kIq4;
   /// 128 and its negative, times 2^kIntegerExponent; their last bits count one.
   static constexpr uint32_t k128 = PowerPair(7 + kIntegerExponent), kMinus128 = k128 | 0x80008000U;
 
+  static constexpr int kMiddle = kNibbles ? 3 : kSixBits ? 5 : 7;  ///< a power of two
   /// How much higher the codes of a1 and a3 stand.
   static constexpr int kHigher = kNibbles ? 4 : kSixBits ? 2 : 0;
   /// 2^(133 + kIntegerExponent) for a0 and a2, and for a1 and a3.
@@ -251,31 +258,19 @@ struct Fragments {
     return PowerPair(133 - (i % 2 != 0 ? kHigher : 0) + kIntegerExponent);
   }
   /// Minus the zero point of codes without stored ones.
-  static constexpr uint32_t kImpliedZero = PowerPair((kNibbles   ? 3
-                                                      : kSixBits ? 5
-                                                                 : 7) +
-                                                     kIntegerExponent) |
-                                           0x80008000U;
+  static constexpr uint32_t kImpliedZero = PowerPair(kMiddle + kIntegerExponent) | 0x80008000U;
 
-  /// The codes of k-step j: times 2^-133, of rows r + 8 kHigher more.
-  __device__ __forceinline__ static void Integers(const Codes& codes, int j, uint32_t (&of)[4]) {
-    if constexpr (kSixBits) {
-      SixBits(codes, j, of);
-    } else if constexpr (kIndices) {
-      Iq4Pairs(Word(codes[0], j), of);
+  /// The codes of pair i of k-step j, of nibbles and bytes: times 2^-133, INT4 of rows r + 8 times 2^-129.
+  __device__ __forceinline__ static uint32_t Integers(const Codes& codes, int j, int i) {
+    if constexpr (kNibbles) {
+      const uint32_t x = Word(codes[0], j) >> (i < 2 ? 0 : 8);
+      return x & (i % 2 == 0 ? 0x000F000FU : 0x00F000F0U);
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (kNibbles) {
-          const uint32_t x = Word(codes[0], j) >> (i < 2 ? 0 : 8);
-          of[i] = x & (i % 2 == 0 ? 0x000F000FU : 0x00F000F0U);
-        } else {
-          const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i & 1)) >> (i < 2 ? 0 : 8);
-          of[i] = AndXor<0x00FF00FFU>(x, 0x00800080U);
-        }
-      }
+      const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i & 1)) >> (i < 2 ? 0 : 8);
+      return AndXor<0x00FF00FFU>(x, 0x00800080U);
     }
   }
+  /// All pairs of k-step j.
   __device__ __forceinline__ static void SixBits(const Codes& codes, int j, uint32_t (&of)[4]) {
     const uint32_t words[kSixBitWords] = {Word(codes[0], j & 2), Word(codes[0], (j & 2) + 1),
                                           Word(codes[1], j >> 1)};
