@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "decode_cases.hpp"
 #include "experts/cuda/launch.hpp"
 #include "experts/cuda/prefill/prefill.hpp"
+#include "stored_types.hpp"
 #include "tests/weights/canonical.hpp"
 #include "weights/fragment_pack.hpp"
 
@@ -50,6 +52,7 @@ class DecodeCaseRun {
   const DecodeCase& c_;
   std::mt19937 generator_;
   std::normal_distribution<float> normal_;
+  std::optional<StoredType> type_;
   WeightFormat format_;
   FragmentSpec spec_;
   LayerShape shape_;

@@ -12,7 +12,7 @@
 namespace fusedmoe::cuda {
 
 struct DecodeCase {
-  std::string scheme;
+  std::string scheme;  // or a type of GGUF: stored_types.hpp
   bool zero_points = false;
   DType scale = DType::kBF16;  // of integer groups; of unquantized weights: their type
   int64_t hidden = 256, intermediate = 128, experts = 8, top_k = 2, tokens = 5;
@@ -51,6 +51,10 @@ inline std::vector<DecodeCase> DecodeCases() {
                                            {"fp8_w8a16:channel"},
                                            {"fp8_w8a16:block128"},
                                            {"mxfp8_w8a16"},
+                                           {"w_mxfp6_e2m3"},
+                                           {"w_mxfp6_e3m2"},
+                                           {"q6_k"},
+                                           {"iq4"},
                                            {"int8_w8a8:channel"},
                                            {"int8_w8a16:g128", true},
                                            {"int8_w8a16:g32", true},
@@ -65,7 +69,7 @@ inline std::vector<DecodeCase> DecodeCases() {
     c.activation.kind = ActivationKind::kGeluNoMul, c.output = DType::kBF16, add(c);  // ungated
     c = format, c.tokens = 64, c.experts = 5, c.top_k = 8, c.skew = true, c.map = true, add(c);
     c = format, c.batched = true, c.tokens = 11, c.experts = 7;
-    c.output = format.scheme.starts_with("mx") ? DType::kBF16 : DType::kF16,
+    c.output = format.scheme.find("mx") != std::string::npos ? DType::kBF16 : DType::kF16,
     add(c);  // MX outputs overflow F16
     c = format, c.hidden = 1040, c.experts = c.top_k = 8, c.tokens = 1,
     add(c);  // CTAs and warps with two lists

@@ -15,8 +15,10 @@ namespace fusedmoe::cuda {
 DecodeCaseRun::DecodeCaseRun(const DecodeCase& c)
     : c_(c),
       generator_(static_cast<uint32_t>(c.hidden * 31 + c.tokens)),
-      format_(ParseScheme(c.scheme)->weight) {
-  if (format_.has_block_scale() && (format_.element == DType::kU4 || format_.element == DType::kU8)) {
+      type_(StoredTypeOf(c.scheme)),
+      format_(type_ ? type_->format : ParseScheme(c.scheme)->weight) {
+  if (!type_ && format_.has_block_scale() &&
+      (format_.element == DType::kU4 || format_.element == DType::kU8)) {
     format_.block_scale_dtype = c.scale;
   }
   if (c.scheme == "unquantized") {
@@ -33,13 +35,17 @@ DecodeCaseRun::DecodeCaseRun(const DecodeCase& c)
 void DecodeCaseRun::DrawExperts() {
   MatrixOptions options;
   options.zero_points = c_.zero_points;
+  const auto random = [&](int64_t rows, int64_t cols) {
+    return type_ ? RandomOfType(*type_, rows, cols, generator_)
+                 : RandomMatrix(rows, cols, format_, generator_, options);
+  };
   for (int64_t e = 0; e < c_.experts; ++e) {
     CanonicalExpert expert;
     if (c_.activation.gated()) {
-      expert.gate = RandomMatrix(c_.intermediate, c_.hidden, format_, generator_, options);
+      expert.gate = random(c_.intermediate, c_.hidden);
     }
-    expert.up = RandomMatrix(c_.intermediate, c_.hidden, format_, generator_, options);
-    expert.down = RandomMatrix(c_.hidden, c_.intermediate, format_, generator_, options);
+    expert.up = random(c_.intermediate, c_.hidden);
+    expert.down = random(c_.hidden, c_.intermediate);
     if (c_.bias) {
       for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
         if (!matrix->empty()) {

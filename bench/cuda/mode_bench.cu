@@ -2,8 +2,9 @@
 // the faster side. Runs what a layer runs (operands, kernels, quantization between the GEMMs), without its
 // router.
 //   mode_bench [--shape NAME,..] [--scheme NAME,..] [--m 8,16,..] [--rest MS]
-// A scheme may be two, GATE_UP+DOWN: integers whose layer is of the second, and whose gate and up were stored
-// as the first ("int4_w4a16:g32+int8_w8a16:g16", Q4_K beside Q6_K). Ends with the largest loss of a choice.
+// A scheme may be a type of GGUF (stored_types.hpp), or two, GATE_UP+DOWN: integers whose layer is of the
+// second, and whose gate and up were stored as the first ("int4_w4a16:g32+q6_k", Q4_K beside Q6_K). Ends with
+// the largest loss of a choice.
 #include <memory>
 #include <string>
 
@@ -119,15 +120,22 @@ double Run(const BenchModel& model, const std::string& scheme_name, const Wishes
   problem.config.max_tokens = options.tokens.back();
   const int64_t sizes[] = {model.hidden, model.intermediate};
   const size_t plus = scheme_name.find('+');
-  const Result<Scheme> gate_up = ParseScheme(scheme_name.substr(0, plus), sizes);
+  const auto scheme_of = [&](const std::string& name, StoredIntegers& stored) {
+    const auto type = StoredTypeOf(name);
+    stored = type ? type->stored : StoredIntegers{};
+    return ParseScheme(type ? type->scheme : name, sizes);
+  };
+  const Result<Scheme> gate_up = scheme_of(scheme_name.substr(0, plus), problem.gate_up_stored);
   Check(gate_up.status());
   problem.scheme = *gate_up;
+  problem.down_stored = problem.gate_up_stored;
   if (plus != std::string::npos) {
-    const Result<Scheme> down = ParseScheme(scheme_name.substr(plus + 1), sizes);
+    const Result<Scheme> down = scheme_of(scheme_name.substr(plus + 1), problem.down_stored);
     Check(down.status());
     problem.scheme = *down;
     problem.scheme.weight.zero_point_dtype = DType::kF32;
     problem.weights_have_zero_points = true;
+    problem.down_stored.center = 32;
     problem.gate_up_stored.bits = DTypeBits(gate_up->weight.element);
     problem.gate_up_stored.group = gate_up->weight.block.col;
     problem.gate_up_stored.zero_points = true;

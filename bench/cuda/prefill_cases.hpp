@@ -12,7 +12,7 @@ namespace fusedmoe::cuda {
 
 struct PrefillCase {
   std::string name;
-  std::string scheme = "nvfp4_w4a16";
+  std::string scheme = "nvfp4_w4a16";  // or a type of GGUF: stored_types.hpp
   int64_t hidden = 256, intermediate = 192, experts = 6, top_k = 3, tokens = 70;
   ActivationSpec activation = {};
   bool bias = false;
@@ -32,9 +32,10 @@ struct PrefillCase {
 inline std::vector<PrefillCase> PrefillCases() {
   std::vector<PrefillCase> cases;
   const auto add = [&cases](PrefillCase c) { cases.push_back(std::move(c)); };
-  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int4_w4a16:channel",
-                             "fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a16:block128",
-                             "int8_w8a16:channel", "mxfp8_w8a16", "int8_w8a16:g32", "unquantized"}) {
+  for (const char* scheme :
+       {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int4_w4a16:channel", "fp8_w8a16:channel",
+        "fp8_w8a16:tensor", "fp8_w8a16:block128", "int8_w8a16:channel", "mxfp8_w8a16", "int8_w8a16:g32",
+        "w_mxfp6_e2m3", "w_mxfp6_e3m2", "q6_k", "iq4", "unquantized"}) {
     for (const int tile : {64, 128}) {
       add({.name = std::string(scheme) + " tile" + std::to_string(tile),
            .scheme = scheme,
@@ -64,7 +65,8 @@ inline std::vector<PrefillCase> PrefillCases() {
            .bias = true});
     }
   }
-  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "fp8_w8a16:channel", "unquantized"}) {
+  for (const char* scheme :
+       {"nvfp4_w4a16", "mxfp4_w4a16", "fp8_w8a16:channel", "w_mxfp6_e3m2", "q6_k", "iq4", "unquantized"}) {
     add({.name = std::string(scheme) + " tails",
          .scheme = scheme,
          .hidden = 2880,

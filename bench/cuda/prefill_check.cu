@@ -9,6 +9,7 @@
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "prefill_case_run.hpp"
+#include "stored_types.hpp"
 #include "weights/quantize.hpp"
 
 namespace fusedmoe::cuda {
@@ -31,7 +32,10 @@ void Append(std::vector<T>& to, const std::vector<T>& from) {
 Scheme SchemeOf(const PrefillCase& c) {
   const int64_t sizes[] = {c.hidden, c.intermediate};
   Scheme scheme;
-  if (c.scheme == "f16") {
+  if (const auto type = StoredTypeOf(c.scheme)) {
+    scheme = *ParseScheme(type->scheme);
+    scheme.weight = type->format;
+  } else if (c.scheme == "f16") {
     scheme = *ParseScheme("unquantized");
     scheme.weight.element = DType::kF16;
   } else {
@@ -104,6 +108,7 @@ bool PrefillCaseRun::ChooseLayout() {
 }
 
 CanonicalExpert PrefillCaseRun::DrawExpert() {
+  const auto type = StoredTypeOf(c_.scheme);
   const float sigma1 = 1.0F / std::sqrt(static_cast<float>(c_.hidden));
   const float sigma2 = 1.0F / std::sqrt(static_cast<float>(c_.intermediate));
   Tensor gate;
@@ -112,9 +117,17 @@ CanonicalExpert PrefillCaseRun::DrawExpert() {
   }
   const Tensor up = Gaussian(c_.intermediate, c_.hidden, sigma1, generator_);
   const Tensor down_weights = Gaussian(c_.hidden, c_.intermediate, sigma2, generator_);
-  auto expert =
-      QuantizeExpert(gated_ ? gate.view() : TensorView{}, up.view(), down_weights.view(), scheme_.weight);
+  auto expert = type ? Result<CanonicalExpert>(CanonicalExpert{})
+                     : QuantizeExpert(gated_ ? gate.view() : TensorView{}, up.view(), down_weights.view(),
+                                      scheme_.weight);
   Check(expert.status());
+  if (type) {
+    if (gated_) {
+      expert->gate = RandomOfType(*type, c_.intermediate, c_.hidden, generator_);
+    }
+    expert->up = RandomOfType(*type, c_.intermediate, c_.hidden, generator_);
+    expert->down = RandomOfType(*type, c_.hidden, c_.intermediate, generator_);
+  }
   if (c_.bias) {
     const auto add_bias = [&](CanonicalMatrix& m) {
       if (!m.empty()) {

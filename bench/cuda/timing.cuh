@@ -14,6 +14,7 @@
 #include "device_array.hpp"
 #include "experts/cuda/launch.hpp"
 #include "options.hpp"
+#include "stored_types.hpp"
 #include "weights/fragment_pack.hpp"
 #include "weights/quantize.hpp"
 
@@ -170,7 +171,17 @@ inline DeviceArray<uint8_t> RandomBlocks(const Scheme& scheme, const FragmentSpe
   std::normal_distribution<float> normal(0.0F, 1.0F / 45);
   auto weights = Tensor::Allocate(DType::kF32, Shape{512, 512});
   std::generate_n(weights->mutable_view().as<float>(), 512 * 512, [&] { return normal(generator); });
-  auto expert = QuantizeExpert(TensorView{}, weights->view(), weights->view(), scheme.weight);
+  const FragmentCode code = FragmentTraitsOf(spec.format).code;
+  const auto type = StoredTypeOf(code == FragmentCode::kInt6  ? "q6_k"
+                                 : code == FragmentCode::kIq4 ? "iq4"
+                                                              : "");
+  Result<CanonicalExpert> expert = CanonicalExpert{};
+  if (type) {
+    expert->up = RandomOfType(*type, 512, 512, generator);
+    expert->down = RandomOfType(*type, 512, 512, generator);
+  } else {
+    expert = QuantizeExpert(TensorView{}, weights->view(), weights->view(), scheme.weight);
+  }
   Check(expert.status());
   const FragmentSizes sizes = FragmentSizesOf(spec, 512, 512, false);
   std::vector<uint8_t> up(static_cast<size_t>(sizes.gate_up_bytes)),

@@ -10,7 +10,7 @@ constexpr std::array<float, 2> kAround128 = {128.0F, 128.0F};
 /// In the order of the enumerators. Where a type numbers its values, in that order.
 constexpr CodebookNumbers kNumbers[] = {
     {"none", {}, {0.0F, 0.0F}, 1},
-    {"IQ4", {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, kAround128, 1},
+    {"IQ4", kIq4Numbers, kAround128, 1},
     {"IQ3_XXS", {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62}, kAround128, 1},
     {"IQ3_S", {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15}, {7.5F, 7.5F}, 2},
     {"IQ2", {8, 25, 43, -8, -25, -43}, kAround128, 1},

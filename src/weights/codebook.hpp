@@ -11,6 +11,10 @@
 /// indices.
 namespace fusedmoe {
 
+/// Those of IQ4_NL and IQ4_XS, which kernels of cards have as constants.
+inline constexpr std::array<int8_t, 16> kIq4Numbers = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                       1,    13,   25,  38,  53,  69,  89,  113};
+
 /// `values[index]`; indices that no code has are zero.
 struct CodebookNumbers {
   std::string_view name;  ///< "IQ4"

@@ -24,6 +24,8 @@
 /// then needs two scales for 32 weights, and a token is read in natural order, 16 values at a time.
 ///
 ///     4 bit    512 B a slab: lane's 16 bytes = words j = 0..3, word j = a0..a3 of k-step j
+///     6 bit    768 B: three words hold two k-steps of a lane. Piece 0 has two of them for either half of the
+///             slab, 16 bytes a lane, piece 1 the third, 8 bytes a lane; which bits: fragment_six_bits.hpp
 ///     int8    1024 B: piece p (k-steps 2p, 2p+1) = 32 lanes x 16 bytes, words {a0 a2}, {a1 a3} a k-step: the
 ///             four codes of a row as bytes, k + 0, 2, 1, 3. So a piece is the A fragment of one step of the
 ///             8-bit instructions (32 k) as it stands, and shifts alone make pairs of 16 bits of it.
@@ -48,6 +50,7 @@ enum class FragmentScale : uint8_t {
   kE4M3,      ///< lane's two bytes (rows r, r+8) a slab; unsigned e5m3, so that every e4m3 value is normal
   kE8M0,      ///< [k / 32][r][2] bytes; exponents relative to the largest of the matrix
   kHalf,      ///< [r][2] 16-bit scales (BF16 or F16: FragmentSpec.half_scale) a group
+  kBf16,      ///< [group][r][2] BF16 scales of groups below a slab, to which others are rounded
   kF32Zero,   ///< [group][r][2] words: fp32 rounded to 15 mantissa bits, zero point in the low 8 bits
   kOffset,    ///< [group][r][2] words: BF16 scale, above it BF16 offset: fragment_offsets.hpp
   kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of its blocks), padded to 16 bytes, apart from codes
@@ -58,9 +61,11 @@ enum class FragmentScale : uint8_t {
 inline constexpr int kIntegerExponent = -32;
 inline constexpr float kIntegerFactor = 0x1p-32F;
 
-/// kInt4: 0 to 15, the weight plus 8 or its zero point. kInt8: two's complement, the weight plus zero point
-/// minus 128. Under kOffset they stand nearer to the middle of that range.
-enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16 };
+/// kInt4: 0 to 15, the weight plus 8 or its zero point. kInt6: the weight plus 32. kInt8: two's complement,
+/// the weight plus zero point minus 128. Under kOffset they stand nearer to the middle of that range. kIq4:
+/// the index of one of sixteen integers (Codebook::kIq4), of which none is zero: columns that a group lacks
+/// have the least of them, and tokens zeros there.
+enum class FragmentCode : uint8_t { kE2M1, kInt4, kIq4, kE2M3, kE3M2, kInt6, kE4M3, kInt8, kBF16, kF16 };
 
 /// Every format, once: enumerator, name, code, bits, scale, k of a group (0: none).
 #define FMOE_FRAGMENT_FORMATS(X)                             \
@@ -73,6 +78,10 @@ enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16 };
   X(kInt4Zero32, "int4_g32_zero", kInt4, 4, kF32Zero, 32)    \
   X(kInt4Offset32, "int4_g32_offset", kInt4, 4, kOffset, 32) \
   X(kInt4Offset16, "int4_g16_offset", kInt4, 4, kOffset, 16) \
+  X(kIq4, "iq4", kIq4, 4, kBf16, 32)                         \
+  X(kMxfp6E2M3, "mxfp6_e2m3", kE2M3, 6, kE8M0, 32)           \
+  X(kMxfp6E3M2, "mxfp6_e3m2", kE3M2, 6, kE8M0, 32)           \
+  X(kInt6, "int6_g16", kInt6, 6, kBf16, 16)                  \
   X(kFp8, "fp8", kE4M3, 8, kNone, 0)                         \
   X(kFp8Block, "fp8_block128", kE4M3, 8, kF32Halves, 128)    \
   X(kMxfp8, "mxfp8", kE4M3, 8, kE8M0, 32)                    \
@@ -99,7 +108,8 @@ struct FragmentTraits {
   int group;
 
   FMOE_HOST_DEVICE constexpr bool integer() const {
-    return code == FragmentCode::kInt4 || code == FragmentCode::kInt8;
+    return code == FragmentCode::kInt4 || code == FragmentCode::kIq4 || code == FragmentCode::kInt6 ||
+           code == FragmentCode::kInt8;
   }
   /// Slabs of a unit: groups are never cut.
   FMOE_HOST_DEVICE constexpr int unit_slabs() const {
@@ -117,6 +127,7 @@ struct FragmentTraits {
       case FragmentScale::kE8M0:
         return groups * kFragmentRows;
       case FragmentScale::kHalf:
+      case FragmentScale::kBf16:
         return groups * kFragmentRows * 2;
       case FragmentScale::kF32Zero:
       case FragmentScale::kOffset:

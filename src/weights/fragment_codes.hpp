@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "weights/fragment.hpp"
+#include "weights/fragment_six_bits.hpp"
 
 /// Bits of the fragment layout: how codes sit in a word, how scales are stored, and how rows that stand one
 /// behind the other become row blocks. The same functions arrange a block on the host and on the card.
@@ -52,6 +53,12 @@ FMOE_HOST_DEVICE constexpr uint32_t CodeOfBits(FragmentCode code, int slot, uint
   }
 }
 
+/// Of indices, which are selectors of byte permutations: those give four bytes, and pairs are the even and
+/// the odd two of them. The lowest bit, in the word.
+FMOE_HOST_DEVICE constexpr int IndexBit(int slot, int column) {
+  return (slot / 2 * 4 + column * 2 + slot % 2) * 4;
+}
+
 /// Byte offset, in the codes of a slab, of the word of k-step j that holds fragment register a0 + slot of a
 /// lane.
 FMOE_HOST_DEVICE constexpr int WordOffset(FragmentCode code, int bits, int lane, int j, int slot) {
@@ -66,6 +73,11 @@ FMOE_HOST_DEVICE constexpr int WordOffset(FragmentCode code, int bits, int lane,
   }
 }
 
+/// The same of word `word` of the three that k-step j shares with another.
+FMOE_HOST_DEVICE constexpr int SixBitOffset(int lane, int j, int word) {
+  return word < 2 ? lane * 16 + (j / 2 * 2 + word) * 4 : 512 + lane * 8 + j / 2 * 4;
+}
+
 /// Bytes of the stored scale of one row and group.
 FMOE_HOST_DEVICE constexpr int ScaleSize(FragmentScale scale) {
   switch (scale) {
@@ -75,6 +87,7 @@ FMOE_HOST_DEVICE constexpr int ScaleSize(FragmentScale scale) {
     case FragmentScale::kE8M0:
       return 1;
     case FragmentScale::kHalf:
+    case FragmentScale::kBf16:
       return 2;
     default:
       return 4;
@@ -91,6 +104,8 @@ FMOE_HOST_DEVICE constexpr int ScaleOffset(FragmentScale scale, int row, int gro
       return group * 16 + r * 2 + half;
     case FragmentScale::kHalf:
       return r * 4 + half * 2;
+    case FragmentScale::kBf16:
+      return (group * 8 + r) * 4 + half * 2;
     case FragmentScale::kF32Zero:
     case FragmentScale::kOffset:
       return (group * 8 + r) * 8 + half * 4;
@@ -108,9 +123,11 @@ static_assert(kE5m3NaN * 0x10 + 0x7580 == 0x7fc0);
 inline constexpr int kE8m0NaN = 255;
 
 /// What a stored e8m0 exponent is relative to: a block with the largest scale of the matrix gets this byte
-/// (fragments.cuh multiplies e2m1 codes by 2^126, e4m3 codes by 2^120).
+/// (fragments.cuh multiplies codes of two bits of exponent by 2^126, of three by 2^124, of four by 2^120).
 constexpr int LargestExponentByte(FragmentCode code) {
-  return 127 + (code == FragmentCode::kE2M1 ? 126 : 120);
+  return 127 + (code == FragmentCode::kE2M1 || code == FragmentCode::kE2M3 ? 126
+                : code == FragmentCode::kE3M2                              ? 124
+                                                                           : 120);
 }
 
 /// What a piece of staged rows becomes.
@@ -137,6 +154,38 @@ struct StagedRows {
   }
 };
 
+/// Bits of the 16 codes that a lane holds of a row, from `at` on.
+template <int kBits, int kWords>
+FMOE_HOST_DEVICE constexpr uint32_t CodeOfRow(const uint32_t (&words)[kWords], int at) {
+  const int shift = at % 32;
+  uint32_t bits = words[at / 32] >> shift;
+  if (shift + kBits > 32) {
+    bits |= words[at / 32 + 1] << (32 - shift);
+  }
+  return bits & ((1U << kBits) - 1);
+}
+
+/// Of six bits: the words of two k-steps, from j on. `source`: of rows r and r + 8.
+template <FragmentCode kCode>
+FMOE_HOST_DEVICE inline void ArrangeSixBits(const uint32_t (&source)[2][3], int lane, int j,
+                                            uint8_t* slab_codes) {
+  constexpr SixBitTable kTable = SixBitTableOf(kCode);
+  uint32_t words[kSixBitWords] = {};
+  for (int pair = 0; pair < kSixBitPairs; ++pair) {
+    const int k = 4 * (j + pair / 4) + pair % 4 / 2 * 2;
+    for (int column = 0; column < 2; ++column) {
+      const uint32_t code = CodeOfRow<6>(source[pair % 2], 6 * (k + column));
+      for (int bit = 0; bit < 6; ++bit) {
+        words[kTable.Word(pair, bit)] |= (code >> (5 - bit) & 1)
+                                         << ((kTable.Bit(pair, bit) + 16 * column) % 32);
+      }
+    }
+  }
+  for (int word = 0; word < kSixBitWords; ++word) {
+    *reinterpret_cast<uint32_t*>(slab_codes + SixBitOffset(lane, j, word)) = words[word];
+  }
+}
+
 /// What a lane holds of slab `slab` (of the whole row) of row block `b`: its words, where they belong.
 template <FragmentCode kCode, int kBits>
 FMOE_HOST_DEVICE inline void ArrangeLane(const StagedRows& staged, int64_t b, int64_t slab, int lane,
@@ -151,21 +200,28 @@ FMOE_HOST_DEVICE inline void ArrangeLane(const StagedRows& staged, int64_t b, in
       source[half][i] = from[i];
     }
   }
-  for (int j = 0; j < 4; ++j) {
-    uint32_t words[4] = {};
-    for (int slot = 0; slot < 4; ++slot) {
-      const int k = 4 * j + slot / 2 * 2;
-      if constexpr (kBits == 16) {
-        words[slot] = source[slot & 1][k / 2];
-      } else {
-        constexpr uint32_t kMask = (1U << kBits) - 1;
-        const uint32_t pair = source[slot & 1][k * kBits / 32] >> (k * kBits % 32);
-        words[kBits == 4 ? 0 : slot & 1] |=
-            PairBits(kCode, slot, pair & kMask) | OtherHalf(PairBits(kCode, slot, pair >> kBits & kMask));
+  if constexpr (kBits == 6) {
+    ArrangeSixBits<kCode>(source, lane, 0, slab_codes);
+    ArrangeSixBits<kCode>(source, lane, 2, slab_codes);
+  } else {
+    for (int j = 0; j < 4; ++j) {
+      uint32_t words[4] = {};
+      for (int slot = 0; slot < 4; ++slot) {
+        const int k = 4 * j + slot / 2 * 2;
+        if constexpr (kBits == 16) {
+          words[slot] = source[slot & 1][k / 2];
+        } else {
+          const uint32_t first = CodeOfRow<kBits>(source[slot & 1], k * kBits),
+                         second = CodeOfRow<kBits>(source[slot & 1], (k + 1) * kBits);
+          words[kBits == 4 ? 0 : slot & 1] |=
+              kCode == FragmentCode::kIq4
+                  ? first << IndexBit(slot, 0) | second << IndexBit(slot, 1)
+                  : PairBits(kCode, slot, first) | OtherHalf(PairBits(kCode, slot, second));
+        }
       }
-    }
-    for (int slot = 0; slot < (kBits == 4 ? 1 : kBits == 8 ? 2 : 4); ++slot) {
-      *reinterpret_cast<uint32_t*>(slab_codes + WordOffset(kCode, kBits, lane, j, slot)) = words[slot];
+      for (int slot = 0; slot < (kBits == 4 ? 1 : kBits == 8 ? 2 : 4); ++slot) {
+        *reinterpret_cast<uint32_t*>(slab_codes + WordOffset(kCode, kBits, lane, j, slot)) = words[slot];
+      }
     }
   }
 }

@@ -12,6 +12,7 @@
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
+#include "weights/codebook.hpp"
 #include "weights/fragment_codes.hpp"
 #include "weights/fragment_stager.hpp"
 
@@ -44,10 +45,22 @@ std::optional<FragmentFormat> FormatOfOffsets(const WeightFormat& format) {
   return four ? FragmentFormat::kInt4Offset16 : FragmentFormat::kInt8Offset16;
 }
 
+// Indices.
+std::optional<FragmentFormat> FormatOfCodebook(const WeightFormat& format, bool zero_points) {
+  const bool held = format.codebook == Codebook::kIq4 && format.element == DType::kU4 && !zero_points &&
+                    format.block.row == 1 && format.block.col > 0 && format.block.col % 32 == 0;
+  return held ? std::optional(FragmentFormat::kIq4) : std::nullopt;
+}
+
 // `plain`: no scales but those of rows and of the tensor, and no zero points.
 std::optional<FragmentFormat> FormatOfIntegers(const WeightFormat& format, bool plain, bool zero_points) {
   const bool four = DTypeBits(format.element) == 4;
   const int64_t group = format.block.col;
+  if (format.code_bits != 0) {
+    const bool six =
+        format.code_bits == 6 && !zero_points && format.block.row == 1 && group > 0 && group % 16 == 0;
+    return six ? std::optional(FragmentFormat::kInt6) : std::nullopt;
+  }
   if (plain) {
     return four ? FragmentFormat::kInt4 : FragmentFormat::kInt8;
   }
@@ -89,8 +102,9 @@ std::optional<FragmentFormat> FormatOfFloats(const WeightFormat& format, bool pl
     case DType::kF4E2M1:
       return grouped(DType::kF8E4M3, 16) ? FragmentFormat::kNvfp4 : mx ? FragmentFormat::kMxfp4 : none;
     case DType::kF6E2M3:
+      return mx ? FragmentFormat::kMxfp6E2M3 : none;
     case DType::kF6E3M2:
-      return mx ? FragmentFormat::kMxfp8 : none;
+      return mx ? FragmentFormat::kMxfp6E3M2 : none;
     case DType::kF8E4M3: {
       const bool blocks = !plain && format.block.row % 64 == 0 && format.block.col > 0 &&
                           format.block.col % 128 == 0 && format.block_scale_dtype != DType::kF8E8M0;
@@ -131,8 +145,9 @@ Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zer
   const bool plain = !format.has_block_scale() || row_blocks;
   const bool integers = IsIntegerCode(format.element);
   const std::optional<FragmentFormat> fragment =
-      integers ? FormatOfIntegers(format, plain && !has_zero_points, has_zero_points)
-               : FormatOfFloats(format, plain);
+      format.codebook != Codebook::kNone ? FormatOfCodebook(format, has_zero_points)
+      : integers ? FormatOfIntegers(format, plain && !has_zero_points, has_zero_points)
+                 : FormatOfFloats(format, plain);
   if (!fragment) {
     return Status::Unsupported(fmt::format("no fragment layout holds {}", Describe(format)));
   }
@@ -229,10 +244,27 @@ uint32_t CodeAt(const FragmentTraits& traits, const uint8_t* block, int row, int
                          slab % traits.unit_slabs() * traits.slab_code_bytes();
   const int in_slab = static_cast<int>(k % kFragmentSlab);
   const int lane = 4 * (row & 7) + in_slab / 16, j = in_slab % 16 / 4;
-  const int slot = (in_slab % 4 / 2) * 2 + (row >> 3);
-  uint32_t word = 0;
-  std::memcpy(&word, codes + WordOffset(traits.code, traits.code_bits, lane, j, slot), 4);
-  return CodeOfBits(traits.code, slot, k % 2 == 0 ? word : OtherHalf(word));
+  const int slot = (in_slab % 4 / 2) * 2 + (row >> 3), column = in_slab % 2;
+  const auto word_at = [codes](int offset) {
+    uint32_t word = 0;
+    std::memcpy(&word, codes + offset, 4);
+    return word;
+  };
+  if (traits.code_bits == 6) {
+    const SixBitTable table = SixBitTableOf(traits.code);
+    const int pair = j % 2 * 4 + slot;
+    uint32_t code = 0;
+    for (int bit = 0; bit < 6; ++bit) {
+      const uint32_t word = word_at(SixBitOffset(lane, j, table.Word(pair, bit)));
+      code = code << 1 | (word >> ((table.Bit(pair, bit) + 16 * column) % 32) & 1);
+    }
+    return code;
+  }
+  const uint32_t word = word_at(WordOffset(traits.code, traits.code_bits, lane, j, slot));
+  if (traits.code == FragmentCode::kIq4) {
+    return word >> IndexBit(slot, column) & 15;
+  }
+  return CodeOfBits(traits.code, slot, column == 0 ? word : OtherHalf(word));
 }
 
 /// `scales`: of the first unit of the row block.
@@ -269,6 +301,9 @@ void StoreScale(CanonicalMatrix& matrix, const FragmentTraits& traits, int large
       }
       value = DecodeCode(DType::kBF16, scale);
       break;
+    case FragmentScale::kBf16:
+      value = DecodeCode(DType::kBF16, scale);
+      break;
     case FragmentScale::kF32Zero:
       value = std::bit_cast<float>(scale & ~0xffU);
       if (!matrix.zero_point.empty()) {
@@ -297,11 +332,11 @@ void UnpackRow(CanonicalMatrix& matrix, const FragmentTraits& traits, const uint
   }
   const DType element = matrix.format.element;
   std::byte* codes = matrix.codes.mutable_view().data() + matrix_row * matrix.codes.view().stride_bytes(0);
-  const uint32_t flip = element == DType::kI4 ? 8 : element == DType::kU8 ? 128 : 0;
-  const bool six = DTypeBits(element) == 6;
+  const uint32_t flip = element == DType::kI4                                         ? 8
+                        : element == DType::kU8 && traits.code == FragmentCode::kInt8 ? 128
+                                                                                      : 0;
   for (int64_t k = 0; k < matrix.cols; ++k) {
-    const uint32_t code = CodeAt(traits, block, row, k);
-    StoreCode(element, codes, k, six ? EncodeCode(element, DecodeCode(DType::kF8E4M3, code)) : code ^ flip);
+    StoreCode(element, codes, k, CodeAt(traits, block, row, k) ^ flip);
   }
   if (traits.group > 0 && !matrix.block_scale.empty()) {
     for (int64_t k = 0; k < matrix.cols; k += traits.group) {
@@ -372,6 +407,18 @@ float FragmentValue(const FragmentSpec& spec, const uint8_t* block, const uint8_
       return DecodeCode(DType::kBF16, code);
     case FragmentCode::kF16:
       return DecodeCode(DType::kF16, code);
+    case FragmentCode::kE2M3:
+      value = DecodeCode(DType::kF6E2M3, code);
+      break;
+    case FragmentCode::kE3M2:
+      value = DecodeCode(DType::kF6E3M2, code);
+      break;
+    case FragmentCode::kIq4:
+      value = std::ldexp(static_cast<float>(CodebookOf(Codebook::kIq4).values[code]), kIntegerExponent);
+      break;
+    case FragmentCode::kInt6:
+      value = std::ldexp(static_cast<float>(static_cast<int>(code) - 32), kIntegerExponent);
+      break;
     case FragmentCode::kInt4:
     case FragmentCode::kInt8: {
       const bool four = traits.code == FragmentCode::kInt4;
@@ -393,6 +440,8 @@ float FragmentValue(const FragmentSpec& spec, const uint8_t* block, const uint8_
                           : std::ldexp(value, static_cast<int>(scale) - LargestExponentByte(traits.code));
     case FragmentScale::kHalf:
       return value * DecodeCode(spec.half_scale, scale);
+    case FragmentScale::kBf16:
+      return value * DecodeCode(DType::kBF16, scale);
     case FragmentScale::kF32Zero:
       return value * std::bit_cast<float>(scale & ~0xffU);
     case FragmentScale::kOffset:

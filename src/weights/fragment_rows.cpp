@@ -112,8 +112,7 @@ bool FragmentRows::Read(int64_t row, int64_t code_bytes, uint8_t* codes, int64_t
   if (there) {
     Codes(SourceRow(row), code_bytes, codes);
   } else {
-    const int empty = traits_.code == FragmentCode::kInt4 ? 0x88 : 0;
-    std::memset(codes, empty, static_cast<size_t>(code_bytes));
+    PutEmpty(0, code_bytes, codes);
   }
   if (scale_bytes > 0) {
     Scales(there ? SourceRow(row) : matrix_->rows, scale_bytes, scales, codes);
@@ -121,40 +120,59 @@ bool FragmentRows::Read(int64_t row, int64_t code_bytes, uint8_t* codes, int64_t
   return there && traits_.code == FragmentCode::kE4M3 && HasNanE4m3(codes, matrix_->cols);
 }
 
-/// As bytes: pairs of nibbles, bytes, or 16-bit words; nibbles with their offset, 8-bit integers without.
+/// Without gaps: nibbles, six bits, bytes or 16-bit words; nibbles with their offset, 8-bit integers without.
 void FragmentRows::Codes(int64_t row, int64_t code_bytes, uint8_t* out) const {
   const std::byte* source = RowAt(matrix_->codes, row);
   const DType element = matrix_->format.element;
   const int bits = traits_.code_bits;
-  const int64_t cols = matrix_->cols, whole = cols * bits / 8;
-  const uint8_t flip = element == DType::kI4 ? 0x88 : element == DType::kU8 ? 0x80 : 0;
-  const uint8_t empty = traits_.code == FragmentCode::kInt4 ? 0x88 : 0;
+  const int64_t cols = matrix_->cols, filled = CeilDiv(cols * bits, 8);
+  const uint8_t flip = element == DType::kI4                                          ? 0x88
+                       : element == DType::kU8 && traits_.code == FragmentCode::kInt8 ? 0x80
+                                                                                      : 0;
   if (products_) {
     MultiplyRow(*matrix_, row, reinterpret_cast<uint16_t*>(out));
-  } else if (element == DType::kF6E2M3 || element == DType::kF6E3M2) {
-    for (int64_t c = 0; c < cols; ++c) {  // every e2m3 and e3m2 value is an e4m3 value
-      out[c] =
-          static_cast<uint8_t>(EncodeCode(DType::kF8E4M3, DecodeCode(element, LoadCode(element, source, c))));
-    }
-  } else if (!col_order_.empty()) {
-    std::memset(out, 0, static_cast<size_t>(CeilDiv(cols * bits, 8)));
+  } else if (!col_order_.empty() || bits != DTypeBits(element)) {
+    std::memset(out, 0, static_cast<size_t>(filled));
     for (int64_t c = 0; c < cols; ++c) {
-      const uint32_t code = LoadCode(element, source, col_order_[static_cast<size_t>(c)]);
-      out[c * bits / 8] |= static_cast<uint8_t>(code << (c * bits % 8));
+      PutCode(c, LoadCode(element, source, col_order_.empty() ? c : col_order_[static_cast<size_t>(c)]), out);
     }
   } else {
-    CopyRow(source, CeilDiv(cols * bits, 8), out);
+    CopyRow(source, filled, out);
   }
   if (flip != 0) {
-    for (int64_t i = 0; i < CeilDiv(cols * bits, 8); ++i) {
+    for (int64_t i = 0; i < filled; ++i) {
       out[i] ^= flip;
     }
   }
-  if (bits == 4 && cols % 2 != 0) {
-    out[whole] = static_cast<uint8_t>((out[whole] & 0xf) | (empty & 0xf0));
+  PutEmpty(cols, code_bytes, out);
+}
+
+/// Where there is none yet: bits are zero.
+void FragmentRows::PutCode(int64_t col, uint32_t code, uint8_t* out) const {
+  const int64_t at = col * traits_.code_bits;
+  const uint32_t bits = code << (at % 8);
+  out[at / 8] |= static_cast<uint8_t>(bits);
+  if (at % 8 + traits_.code_bits > 8) {
+    out[at / 8 + 1] |= static_cast<uint8_t>(bits >> 8);
   }
-  const int64_t filled = CeilDiv(cols * bits, 8);
-  std::memset(out + filled, empty, static_cast<size_t>(code_bytes - filled));
+}
+
+/// From column `col` on codes of zero, of which indices have none: of the least value.
+void FragmentRows::PutEmpty(int64_t col, int64_t code_bytes, uint8_t* out) const {
+  const int bits = traits_.code_bits;
+  const uint32_t empty = traits_.code == FragmentCode::kInt4 || traits_.code == FragmentCode::kIq4 ? 8
+                         : traits_.code == FragmentCode::kInt6                                     ? 32
+                                                                                                   : 0;
+  const int64_t begun = col * bits / 8, first = CeilDiv(col * bits, 8);
+  if (begun < first) {
+    out[begun] = static_cast<uint8_t>(out[begun] & ((1 << (col * bits % 8)) - 1));
+  }
+  std::memset(out + first, 0, static_cast<size_t>(code_bytes - first));
+  if (empty != 0) {
+    for (; col * bits < code_bytes * 8; ++col) {
+      PutCode(col, empty, out);
+    }
+  }
 }
 
 /// The word of a group, whose codes it moves.
@@ -223,6 +241,14 @@ void FragmentRows::ScalesInOrder(int64_t scale_row, int64_t first, int64_t count
     for (int64_t g = 0; g < count; ++g) {  // beyond 2^-246 of the largest scale nothing is left of a weight
       out[g] = from[g] == kE8m0NaN ? uint8_t{kE8m0NaN} : static_cast<uint8_t>(std::max(0, from[g] + shift));
     }
+  } else if (traits_.scale == FragmentScale::kBf16) {
+    constexpr int64_t kBatch = 64;
+    for (int64_t g = 0; g < count; g += kBatch) {
+      const int64_t batch = std::min(kBatch, count - g);
+      float values[kBatch];
+      DecodeRow(scales.dtype(), RowAt(scales, scale_row), first + g, batch, values);
+      EncodeRow(DType::kBF16, values, batch, reinterpret_cast<std::byte*>(out + g * 2));
+    }
   } else if (traits_.scale == FragmentScale::kHalf && scales.dtype() != DType::kF8E4M3) {
     std::memcpy(out, RowAt(scales, scale_row) + first * 2, static_cast<size_t>(count * 2));
   } else if (words && !scales.empty()) {
@@ -277,6 +303,8 @@ uint32_t FragmentRows::Scale(int64_t scale_row, int64_t scale_col) const {
         return EncodeCode(DType::kBF16, BlockScale(*matrix_, scale_row, scale_col));
       }
       return LoadCode(scales.dtype(), RowAt(scales, scale_row), scale_col);
+    case FragmentScale::kBf16:
+      return EncodeCode(DType::kBF16, BlockScale(*matrix_, scale_row, scale_col));
     case FragmentScale::kF32Zero:
       return ShortScale(BlockScale(*matrix_, scale_row, scale_col)) | Zero(scale_row, scale_col);
     case FragmentScale::kF32Halves:

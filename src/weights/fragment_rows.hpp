@@ -50,6 +50,8 @@ class FragmentRows {
     return row_order_.empty() ? row : row_order_[static_cast<size_t>(row)];
   }
   void Codes(int64_t row, int64_t code_bytes, uint8_t* out) const;
+  void PutCode(int64_t col, uint32_t code, uint8_t* out) const;
+  void PutEmpty(int64_t col, int64_t code_bytes, uint8_t* out) const;
   void Scales(int64_t row, int64_t scale_bytes, uint8_t* out, uint8_t* codes) const;
   void ScalesInOrder(int64_t scale_row, int64_t first, int64_t count, uint8_t* out) const;
   uint32_t Scale(int64_t scale_row, int64_t scale_col) const;

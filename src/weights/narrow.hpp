@@ -9,20 +9,22 @@
 /// not 9, and 3.375 for IQ1_S, not 6.
 namespace fusedmoe {
 
-/// The bits of codes in panels of such a matrix: 2, 3 and 6 in groups of 16 with two levels of scales (Q2_K,
-/// Q3_K, Q6_K), 5 in groups of 32 (Q5_K, Q5_0, Q5_1), 3 of indices with two levels (IQ1, IQ2), else 4 or 8.
+/// The bits of codes in layouts of such a matrix: 2 and 3 in groups of 16 with two levels of scales (Q2_K,
+/// Q3_K), 6 in groups of 16 (Q6_K), 5 in groups of 32 (Q5_K, Q5_0, Q5_1), 3 of indices with two levels (IQ1,
+/// IQ2), else 4 or 8.
 constexpr int PanelBits(const StoredIntegers& stored) {
   const bool levels = stored.super_cols > 0 && (stored.group == 16 || stored.group == 32);
   if (stored.codebook != Codebook::kNone) {
     return stored.bits == 3 && levels ? 3 : 4;
   }
-  const bool held = stored.bits == 2 || stored.bits == 3 || stored.bits == 6
-                        ? levels && stored.group == 16
-                        : stored.bits == 5 && stored.group == 32;
+  const bool held = stored.bits == 2 || stored.bits == 3 ? levels && stored.group == 16
+                    : stored.bits == 6                   ? stored.group == 16
+                                                         : stored.bits == 5 && stored.group == 32;
   return held ? stored.bits : stored.bits <= 4 ? 4 : 8;
 }
 
-/// For layouts that have one scale a group and a byte or a nibble a code: what such a matrix needs there.
+/// For layouts that have one scale a group, and no codes of fewer than four bits: what such a matrix needs
+/// there.
 constexpr StoredIntegers WithoutLevels(StoredIntegers stored) {
   stored.super_cols = 0;
   return stored;

@@ -226,48 +226,74 @@ TEST(CudaOffsets, LayersOfGguf_WithinTheBound) {
   }
 }
 
+/// A layer of bytes under F32 scales whose matrices were stored in fewer bits, in every mode. `layout`: in
+/// the recipe.
+void CheckStored(const char* scheme, const StoredIntegers& gate_up, const StoredIntegers& down,
+                 const std::string& layout) {
+  if (BuiltSchemes({scheme}).empty()) {
+    return;
+  }
+  const bool zeros = gate_up.zero_points || down.zero_points || gate_up.center != 128;
+  DrawnCase drawn = SmallLayer(scheme, 6, 3);
+  drawn.source.scheme.weight.zero_point_dtype = zeros ? DType::kF32 : DType::kU8;
+  drawn.source.scheme.weight.block_scale_dtype = DType::kF32;
+  drawn.source.load = [load = drawn.source.load, zeros, gate_up,
+                       down](int64_t index) -> Result<CanonicalExpert> {
+    FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+    std::mt19937 random(static_cast<unsigned>(index));
+    for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      if (zeros) {
+        MakeZerosFloats(*matrix, random);
+      } else {
+        matrix->zero_point = {};
+      }
+    }
+    ExpertFeatures features = FeaturesOf(expert);
+    features.gate_up.scale_dtype = features.down.scale_dtype = DType::kF32;
+    FMOE_RETURN_IF_ERROR(AddFeatures(features, expert));
+    for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      const StoredIntegers& stored = matrix == &expert.down ? down : gate_up;
+      if (stored.bits != 0) {
+        StoreAs(stored, *matrix);
+      }
+    }
+    return expert;
+  };
+  for (const int64_t tokens : {1, 21, 900}) {
+    drawn.tokens = tokens;
+    SCOPED_TRACE(testing::Message() << drawn << " with " << layout);
+    for (const char* mode : {"latency", "throughput"}) {
+      EXPECT_TRUE((tokens == 900 && *mode == 'l') || Check(drawn, ActivationFormatKind::kStandard, mode))
+          << mode;
+    }
+    EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
+  }
+  LayerOptions options;
+  options.device = "cuda";
+  const auto layer = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, options);
+  ASSERT_TRUE(layer.ok()) << layer.status().message();
+  EXPECT_NE((*layer)->plan().recipe.back().find("fragment(" + layout), std::string::npos)
+      << (*layer)->plan().recipe.back();
+}
+
 /// Gate and up stored in fewer bits than down, as layers of GGUF and MLX have them: a format for each GEMM.
 TEST(CudaOffsets, GateAndUpOfFewerBits_WithinTheBound) {
   FMOE_SKIP_WITHOUT_CARD();
-  const auto check = [](const char* scheme, const StoredIntegers& stored, const std::string& gate_up) {
-    if (BuiltSchemes({scheme}).empty()) {
-      return;
-    }
-    DrawnCase drawn = SmallLayer(scheme, 6, 3);
-    drawn.source.scheme.weight.zero_point_dtype = DType::kF32;
-    drawn.source.scheme.weight.block_scale_dtype = DType::kF32;
-    drawn.source.load = [load = drawn.source.load, &stored](int64_t index) -> Result<CanonicalExpert> {
-      FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
-      std::mt19937 random(static_cast<unsigned>(index));
-      for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
-        MakeZerosFloats(*matrix, random);
-      }
-      ExpertFeatures features = FeaturesOf(expert);
-      features.gate_up.scale_dtype = features.down.scale_dtype = DType::kF32;
-      FMOE_RETURN_IF_ERROR(AddFeatures(features, expert));
-      StoreAs(stored, expert.gate);
-      StoreAs(stored, expert.up);
-      return expert;
-    };
-    for (const int64_t tokens : {1, 21, 900}) {
-      drawn.tokens = tokens;
-      SCOPED_TRACE(testing::Message() << drawn << " with " << gate_up);
-      for (const char* mode : {"latency", "throughput"}) {
-        EXPECT_TRUE((tokens == 900 && *mode == 'l') || Check(drawn, ActivationFormatKind::kStandard, mode))
-            << mode;
-      }
-      EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
-    }
-    LayerOptions options;
-    options.device = "cuda";
-    const auto layer = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, options);
-    ASSERT_TRUE(layer.ok()) << layer.status().message();
-    EXPECT_NE((*layer)->plan().recipe.back().find("fragment(" + gate_up), std::string::npos)
-        << (*layer)->plan().recipe.back();
-  };
-  check("int8_w8a16:g16", StoredWithMinima(4, 32), "int4_g32_offset");
-  check("int8_w8a16:g32", StoredWithMinima(4, 64), "int4_g32_offset");
-  check("int8_w8a16:g16", StoredAroundCenter(3, 16), "int4_g16_offset");
+  const StoredIntegers q6_k = StoredAroundCenter(6, 16);
+  CheckStored("int8_w8a16:g16", StoredWithMinima(4, 32), q6_k, "int4_g32_offset");
+  CheckStored("int8_w8a16:g32", StoredWithMinima(4, 64), {}, "int4_g32_offset");
+  CheckStored("int8_w8a16:g16", StoredAroundCenter(3, 16), {}, "int4_g16_offset");
+  CheckStored("int8_w8a16:g16", StoredAroundCenter(3, 16), q6_k, "int4_g16_offset");
+}
+
+/// Layers of one type of GGUF that a scheme has as bytes.
+TEST(CudaStored, CodesOfSixBitsAndIndices_WithinTheBound) {
+  FMOE_SKIP_WITHOUT_CARD();
+  StoredIntegers q6_k = StoredAroundCenter(6, 16), iq4 = StoredAroundCenter(4, 32);
+  q6_k.center = iq4.center = 128;
+  iq4.codebook = Codebook::kIq4;
+  CheckStored("int8_w8a16:g16", q6_k, q6_k, "int6_g16");
+  CheckStored("int8_w8a16:g32", iq4, iq4, "iq4");
 }
 
 TEST(CudaActivationOrder, EveryGroupedScheme_WithinTheBound) {

@@ -93,12 +93,14 @@ TEST(CudaPlan, AffineExpertsOfMlx_AreFragmentsOfOffsets) {
 TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
   using testing_support::StoredAroundCenter;
   using testing_support::StoredWithMinima;
-  const auto problem_of = [](const char* scheme, const StoredIntegers& gate_up) {
+  const auto problem_of = [](const char* scheme, const StoredIntegers& gate_up,
+                             const StoredIntegers& down = {}) {
     MoeProblem problem = Problem(scheme);
     problem.weights_have_zero_points = true;
     problem.scheme.weight.zero_point_dtype = DType::kF32;
     problem.weights_scale_dtype = DType::kF32;
     problem.gate_up_stored = gate_up;
+    problem.down_stored = down;
     return problem;
   };
   const auto expect = [](const MoeProblem& problem, std::optional<FragmentFormat> gate_up,
@@ -111,26 +113,75 @@ TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
     return plan;
   };
   constexpr FragmentFormat kBytes16 = FragmentFormat::kInt8Offset16, kBytes32 = FragmentFormat::kInt8Offset32;
-  StoredIntegers q4_k = StoredWithMinima(4, 32), q3_k = StoredAroundCenter(3, 16);
-  q4_k.super_cols = q3_k.super_cols = 256;
-  const CudaPlan plan = expect(problem_of("int8_w8a16:g16", q4_k), FragmentFormat::kInt4Offset32, kBytes16);
+  StoredIntegers q4_k = StoredWithMinima(4, 32), q3_k = StoredAroundCenter(3, 16),
+                 q6_k = StoredAroundCenter(6, 16);
+  q4_k.super_cols = q3_k.super_cols = q6_k.super_cols = 256;
+  const CudaPlan plan =
+      expect(problem_of("int8_w8a16:g16", q4_k, q6_k), FragmentFormat::kInt4Offset32, FragmentFormat::kInt6);
+  EXPECT_TRUE(plan.narrow_gate_up && plan.narrow_down);
   const CudaPlan wide = expect(problem_of("int8_w8a16:g16", {}), std::nullopt, kBytes16);
-  expect(problem_of("int8_w8a16:g32", q4_k), FragmentFormat::kInt4Offset32, kBytes32);
-  expect(problem_of("int8_w8a16:g16", q3_k), FragmentFormat::kInt4Offset16, kBytes16);
-  // 5 and 10 bits a weight, two thirds of them gate and up.
+  EXPECT_FALSE(wide.narrow_gate_up || wide.narrow_down);
+  const CudaPlan five = expect(problem_of("int8_w8a16:g32", q4_k, StoredWithMinima(5, 32)),
+                               FragmentFormat::kInt4Offset32, kBytes32);
+  EXPECT_TRUE(five.narrow_gate_up && !five.narrow_down);
+  expect(problem_of("int8_w8a16:g16", q3_k, q6_k), FragmentFormat::kInt4Offset16, FragmentFormat::kInt6);
+  expect(problem_of("int8_w8a16:g16", q3_k, StoredWithMinima(5, 32)), FragmentFormat::kInt4Offset16,
+         kBytes16);
+  // 5 and 7 bits a weight, two thirds of them gate and up, or 10.
   EXPECT_NEAR(static_cast<double>(DeviceWeightBytes(plan)) / static_cast<double>(DeviceWeightBytes(wide)),
-              (2 * 5.0 + 10.0) / 30.0, 0.001);
+              (2 * 5.0 + 7.0) / 30.0, 0.001);
   EXPECT_NE(CudaRecipe(plan).back().find("int4_g32_offset"), std::string::npos) << CudaRecipe(plan).back();
-  EXPECT_NE(CudaRecipe(plan).back().find("int8_g16_offset"), std::string::npos) << CudaRecipe(plan).back();
+  EXPECT_NE(CudaRecipe(plan).back().find("int6_g16"), std::string::npos) << CudaRecipe(plan).back();
+  EXPECT_EQ(FoldedScaleError(plan, problem_of("int8_w8a16:g16", q4_k).scheme.weight), kOffsetError)
+      << "the larger of two";
   // Nothing to gain, or nothing to run it with.
   expect(problem_of("int8_w8a16:g16", StoredWithMinima(5, 32)), std::nullopt, kBytes16);
+  expect(problem_of("int8_w8a16:g16", StoredWithMinima(5, 32), q6_k), std::nullopt, kBytes16);
+  expect(problem_of("int8_w8a16:g16", q4_k), std::nullopt, kBytes16);
   StoredIntegers iq4 = q4_k;
   iq4.codebook = Codebook::kIq4;
   expect(problem_of("int8_w8a16:g16", iq4), std::nullopt, kBytes16);
   expect(problem_of("int8_w8a16:g32", StoredAroundCenter(4, 32)), std::nullopt, kBytes32);
-  MoeProblem smoothed = problem_of("int8_w8a16:g16", q4_k);
+  MoeProblem smoothed = problem_of("int8_w8a16:g16", q4_k, q6_k);
   smoothed.weights_have_pre_quant_scale = true;
   expect(smoothed, std::nullopt, kBytes16);
+}
+
+/// Layers of one type of GGUF that bytes hold: all matrices go back to what they were stored in.
+TEST(CudaPlan, AllStoredInFewerBits_TakeThose) {
+  StoredIntegers q6_k = testing_support::StoredAroundCenter(6, 16), iq4 = q6_k;
+  q6_k.center = iq4.center = 128;
+  q6_k.super_cols = 256;
+  iq4.bits = 4, iq4.group = 32, iq4.codebook = Codebook::kIq4;
+  const auto expect = [](const char* scheme, const StoredIntegers& gate_up, const StoredIntegers& down,
+                         FragmentFormat format, double bits) {
+    MoeProblem problem = Problem(scheme);
+    problem.weights_scale_dtype = DType::kF32;
+    problem.gate_up_stored = gate_up;
+    problem.down_stored = down;
+    EXPECT_TRUE(Objections(problem, Hopper()).empty());
+    const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+    EXPECT_EQ(plan.spec.format, format) << plan.spec.ToString();
+    EXPECT_FALSE(plan.spec.own_gate_up);
+    const bool narrow = FragmentTraitsOf(format).code_bits < 8;
+    EXPECT_EQ(plan.narrow_gate_up, narrow);
+    EXPECT_EQ(plan.narrow_down, narrow);
+    const MoeConfig& config = problem.config;
+    const double weights =
+        3.0 * static_cast<double>(config.num_experts * config.hidden * config.intermediate);
+    EXPECT_NEAR(static_cast<double>(DeviceWeightBytes(plan)) * 8 / weights, bits, 0.01);
+    if (narrow) {
+      EXPECT_EQ(FoldedScaleError(plan, WeightsOf(problem)), std::sqrt(2.0) * 0x1p-9) << "in every call";
+    }
+  };
+  expect("int8_w8a16:g16", q6_k, q6_k, FragmentFormat::kInt6, 7.0);
+  expect("int8_w8a16:g32", iq4, iq4, FragmentFormat::kIq4, 4.5);
+  expect("int8_w8a16:g16", {}, q6_k, FragmentFormat::kInt8Offset16, 10.0);
+  expect("int8_w8a16:g32", iq4, {}, FragmentFormat::kInt8Zero32, 9.0);
+  iq4.codebook = Codebook::kIq3S;
+  expect("int8_w8a16:g32", iq4, iq4, FragmentFormat::kInt8Zero32, 9.0);
+  q6_k.bits = 5, q6_k.group = 32;  // Q5_0
+  expect("int8_w8a16:g32", q6_k, q6_k, FragmentFormat::kInt8Zero32, 9.0);
 }
 
 TEST(CudaPlan, Objections_KernelsLeftOutOfTheBuild_RefusedByFormat) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,8 @@ struct Case {
   bool zero_points = false;
   DType scale = DType::kBF16;  ///< of integer groups
   bool float_zeros = false;    ///< zero points as numbers
+  int code_bits = 0;           ///< of bytes: WeightFormat
+  Codebook codebook = Codebook::kNone;
 };
 
 inline std::vector<Case> Cases() {
@@ -51,8 +54,12 @@ inline std::vector<Case> Cases() {
           {"nvfp4_w4a8:g32", FragmentFormat::kNvfp4},
           {"mxfp8_w8a8", FragmentFormat::kMxfp8},
           {"mxfp4_w4a16", FragmentFormat::kMxfp4},
-          {"w_mxfp6_e3m2", FragmentFormat::kMxfp8},
-          {"w_mxfp6_e2m3", FragmentFormat::kMxfp8},
+          {"w_mxfp6_e3m2", FragmentFormat::kMxfp6E3M2},
+          {"w_mxfp6_e2m3", FragmentFormat::kMxfp6E2M3},
+          {"int8_w8a16:g16", FragmentFormat::kInt6, false, DType::kF32, false, 6},
+          {"int8_w8a16:g32", FragmentFormat::kInt6, false, DType::kBF16, false, 6},
+          {"int4_w4a16:g32", FragmentFormat::kIq4, false, DType::kF16, false, 0, Codebook::kIq4},
+          {"int4_w4a16:g64", FragmentFormat::kIq4, false, DType::kBF16, false, 0, Codebook::kIq4},
           {"mxfp8_w8a8_out", FragmentFormat::kBf16},
           {"nvfp4_w4a8_out", FragmentFormat::kBf16},
           {"mxfp4_w4a8_out:out16_static", FragmentFormat::kBf16}};
@@ -60,9 +67,11 @@ inline std::vector<Case> Cases() {
 
 inline WeightFormat FormatOf(const Case& c) {
   WeightFormat format = ParseScheme(c.scheme)->weight;
-  if (c.scheme.starts_with("int4") && format.has_block_scale()) {
+  if ((c.scheme.starts_with("int4") || c.code_bits != 0) && format.has_block_scale()) {
     format.block_scale_dtype = c.scale;
   }
+  format.code_bits = c.code_bits;
+  format.codebook = c.codebook;
   format.zero_point_dtype = c.float_zeros ? DType::kF32 : DType::kU8;
   return format;
 }
@@ -99,6 +108,12 @@ inline CanonicalExpert RandomExpert(const Case& c, int64_t hidden, int64_t inter
   CanonicalExpert expert;
   const auto random = [&](int64_t rows, int64_t cols) {
     CanonicalMatrix matrix = RandomMatrix(rows, cols, FormatOf(c), generator, options);
+    if (c.code_bits != 0) {
+      for (std::byte& code :
+           std::span(matrix.codes.mutable_view().data(), static_cast<size_t>(rows * cols))) {
+        code &= static_cast<std::byte>((1 << c.code_bits) - 1);
+      }
+    }
     if (c.float_zeros) {
       testing_support::MakeZerosFloats(matrix, generator);
     }

@@ -42,13 +42,12 @@ void ExpectRow(const CanonicalMatrix& matrix, const FragmentSpec& spec, const Bl
     ASSERT_EQ(bias, 0.0F) << what;
     row_scale = 1.0F;
   }
-  // Scales beside zero points keep 15 mantissa bits, those beside offsets 8, as do these: both are rounded,
-  // and the product is what the weight leaves to the offset. Otherwise only the order of two products
-  // differs.
+  // Scales beside zero points keep 15 mantissa bits, those that act on weights 8, and so do offsets: both are
+  // rounded, and the product is what the weight leaves to the offset. Otherwise only the order of two
+  // products differs.
   const FragmentTraits traits = FragmentTraitsOf(spec.format);
-  const float bound = traits.scale == FragmentScale::kF32Zero  ? 1.6e-5F
-                      : traits.scale == FragmentScale::kOffset ? 0x1.01p-8F
-                                                               : 2.4e-7F;
+  const bool in_bf16 = traits.scale == FragmentScale::kOffset || traits.scale == FragmentScale::kBf16;
+  const float bound = traits.scale == FragmentScale::kF32Zero ? 1.6e-5F : in_bf16 ? 0x1.01p-8F : 2.4e-7F;
   for (int64_t k = 0; k < padded; ++k) {
     const float want = expected[static_cast<size_t>(k)];
     const float value = FragmentValue(spec, block.codes, block.scales, row, k) * row_scale * tensor;
@@ -119,8 +118,10 @@ void CheckCase(const Case& c, int64_t hidden, int64_t intermediate, bool gated) 
                           static_cast<size_t>(a.codes.view().total_bytes())),
               0)
         << what << " codes of " << name;
+    const DType dtype = FormatOf(c).block_scale_dtype;
     const bool rounded =
-        c.scale == DType::kF32 || FormatOf(c).block_scale_dtype == DType::kF32;  // F32 scales keep 15 bits
+        c.scale == DType::kF32 || dtype == DType::kF32 ||  // F32 scales keep 15 bits
+        (FragmentTraitsOf(spec->format).scale == FragmentScale::kBf16 && dtype != DType::kBF16);
     const bool held = FragmentTraitsOf(spec->format).group > 0;
     if (held && !rounded) {
       ASSERT_EQ(std::memcmp(a.block_scale.view().data(), b.block_scale.view().data(),
@@ -297,6 +298,47 @@ TEST(Fragment, WhatItCannotHold_IsRefusedWithReason) {
       << other.message();
   EXPECT_FALSE(ChooseFragmentSpec({.element = DType::kF32}, false).ok());
   EXPECT_FALSE(ChooseFragmentSpec({.element = DType::kF8E5M2}, false).ok());
+  WeightFormat bytes = ParseScheme("int8_w8a16:g16")->weight;
+  for (const int bits : {2, 3, 5}) {
+    bytes.code_bits = bits;
+    EXPECT_FALSE(ChooseFragmentSpec(bytes, false).ok()) << bits << " bits";
+  }
+  bytes.code_bits = 6;
+  EXPECT_FALSE(ChooseFragmentSpec(bytes, true).ok()) << "zero points";
+  WeightFormat indices = ParseScheme("int4_w4a16:g32")->weight;
+  indices.codebook = Codebook::kIq3S;
+  EXPECT_FALSE(ChooseFragmentSpec(indices, false).ok()) << "another codebook";
+}
+
+/// Every place in three words is one bit of one code, and a kernel's masks meet no other: what is rotated to
+/// where a code wants it are its own bits.
+TEST(Fragment, SixBits_EveryPlaceOnce) {
+  for (const FragmentCode code : {FragmentCode::kE2M3, FragmentCode::kE3M2, FragmentCode::kInt6}) {
+    const SixBitTable table = SixBitTableOf(code);
+    std::vector<int> seen(16 * kSixBitWords, 0);
+    int operations = 0;
+    std::vector<int> rotations;
+    for (int pair = 0; pair < kSixBitPairs; ++pair) {
+      std::vector<int> own;
+      for (int bit = 0; bit < 6; ++bit) {
+        ++seen[static_cast<size_t>(table.at[pair][bit])];
+        EXPECT_LT(table.Wanted(pair, bit), 16);
+        EXPECT_EQ(table.Bit(pair, bit) % 16, table.at[pair][bit] % 16);
+        const int rotation = 16 * table.Word(pair, bit) + table.Rotation(pair, bit);
+        if (std::find(own.begin(), own.end(), rotation) == own.end()) {
+          own.push_back(rotation);
+        }
+        if (rotation % 16 != 0 &&
+            std::find(rotations.begin(), rotations.end(), rotation) == rotations.end()) {
+          rotations.push_back(rotation);
+        }
+      }
+      operations += static_cast<int>(own.size());
+    }
+    EXPECT_EQ(seen, std::vector<int>(seen.size(), 1));
+    operations += static_cast<int>(rotations.size());
+    EXPECT_EQ(operations, code == FragmentCode::kInt6 ? 15 : code == FragmentCode::kE3M2 ? 19 : 22);
+  }
 }
 
 TEST(Fragment, TokenPosition_IsAPermutationThatMatchesTheFragments) {

@@ -63,21 +63,45 @@ void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
   }
 }
 
-/// The layout of the weights. Gate and up have a format of their own where they were stored in fewer bits
-/// than the layer's and kernels take both together: no more than four bits, beside down of five to eight.
-Result<FragmentSpec> LayoutOf(const MoeProblem& problem) {
-  const WeightFormat weight = WeightsOf(problem);
-  FMOE_ASSIGN_OR_RETURN(FragmentSpec spec, ChooseFragmentSpec(weight, problem.weights_have_zero_points));
-  const StoredIntegers stored = WithoutLevels(problem.gate_up_stored);
-  if (stored.bits == 0 || stored.codebook != Codebook::kNone || ActivationOf(problem).quantized() ||
-      problem.weights_have_pre_quant_scale || problem.weights_have_group_index) {
-    return spec;
+/// The layout of the weights of a GEMM that were stored as such, if that has fewer bits than `wide`.
+std::optional<FragmentSpec> StoredLayout(const MoeProblem& problem, const StoredIntegers& of_gemm,
+                                         const FragmentSpec& wide) {
+  const StoredIntegers stored = WithoutLevels(of_gemm);
+  if (stored.bits == 0 || ActivationOf(problem).quantized() || problem.weights_have_pre_quant_scale ||
+      problem.weights_have_group_index) {
+    return std::nullopt;
   }
-  const Result<FragmentSpec> narrow = ChooseFragmentSpec(NarrowFormat(weight, stored), stored.zero_points);
-  if (narrow.ok() && IsFragmentPair(narrow->format, spec.format)) {
-    spec.own_gate_up = narrow->format;
+  const Result<FragmentSpec> spec =
+      ChooseFragmentSpec(NarrowFormat(WeightsOf(problem), stored), stored.zero_points);
+  const bool fewer =
+      spec.ok() && FragmentTraitsOf(spec->format).code_bits < FragmentTraitsOf(wide.format).code_bits;
+  return fewer ? std::optional(*spec) : std::nullopt;
+}
+
+struct Layout {
+  FragmentSpec spec;
+  bool narrow_gate_up = false, narrow_down = false;  ///< CudaPlan
+};
+
+/// The layout of the weights. Where they were stored in fewer bits than the layer's they go back to those:
+/// all of them, or gate and up, down, or each to its own where kernels take both together.
+Result<Layout> LayoutOf(const MoeProblem& problem) {
+  Layout layout;
+  FMOE_ASSIGN_OR_RETURN(layout.spec,
+                        ChooseFragmentSpec(WeightsOf(problem), problem.weights_have_zero_points));
+  const std::optional<FragmentSpec> gate_up = StoredLayout(problem, problem.gate_up_stored, layout.spec),
+                                    down = StoredLayout(problem, problem.down_stored, layout.spec);
+  if (gate_up && down && *gate_up == *down) {
+    return Layout{*down, true, true};
   }
-  return spec;
+  if (gate_up && down && IsFragmentPair(gate_up->format, down->format)) {
+    layout = {*down, true, true};
+    layout.spec.own_gate_up = gate_up->format;
+  } else if (gate_up && IsFragmentPair(gate_up->format, layout.spec.format)) {
+    layout.narrow_gate_up = true;
+    layout.spec.own_gate_up = gate_up->format;
+  }
+  return layout;
 }
 
 /// F32 weights, and integers that fragments do not hold, which are decoded to such: groups that are no
@@ -92,10 +116,10 @@ bool IsFloat32(const MoeProblem& problem) {
 }
 
 void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
-  const Result<FragmentSpec> spec = LayoutOf(problem);
-  if (!spec.ok() && !IsFloat32(problem)) {
-    Refuse(verdicts, Reason::kScheme, spec.status().message(), problem.scheme.name,
-           "F32, BF16, F16, FP8, MXFP8, NVFP4, MXFP4, INT4 or INT8 weights");
+  const Result<Layout> layout = LayoutOf(problem);
+  if (!layout.ok() && !IsFloat32(problem)) {
+    Refuse(verdicts, Reason::kScheme, layout.status().message(), problem.scheme.name,
+           "F32, BF16, F16, FP8, MXFP8, MXFP6, NVFP4, MXFP4, INT4 or INT8 weights");
   }
   const ActivationFormat activation = ActivationOf(problem);
   if (problem.weights_have_group_index && activation.quantized() && activation.group.col > 0) {
@@ -202,8 +226,10 @@ bool TokensCarryFactor(const CudaPlan& plan) {
 CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   const MoeConfig& config = problem.config;
   CudaPlan plan;
-  if (const Result<FragmentSpec> spec = LayoutOf(problem); spec.ok()) {
-    plan.spec = *spec;
+  if (const Result<Layout> layout = LayoutOf(problem); layout.ok()) {
+    plan.spec = layout->spec;
+    plan.narrow_gate_up = layout->narrow_gate_up;
+    plan.narrow_down = layout->narrow_down;
   }
   plan.float32 = IsFloat32(problem);
   plan.decoded = plan.float32 && problem.scheme.weight.quantized();
@@ -324,10 +350,25 @@ bool MayRoundRows(const CudaPlan& plan) {
          !PlanPrefill(plan.shape, plan.max_rows, plan.mid, plan.limits).rows_f32;
 }
 
+namespace {
+
+/// Of a weight that is rounded to BF16 with its scale, which is rounded before if it has to be.
+double RoundedScaleError(const WeightFormat& weight) {
+  const bool exact_scale =
+      weight.block_scale_dtype == DType::kBF16 || weight.block_scale_dtype == DType::kF8E4M3;
+  return exact_scale ? 0x1p-9 : std::sqrt(2.0) * 0x1p-9;
+}
+
+}  // namespace
+
 double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight) {
   const FragmentScale scale = FragmentTraitsOf(plan.shape.format).scale;
-  if (!plan.float32 && scale == FragmentScale::kOffset) {
+  if (!plan.float32 && (scale == FragmentScale::kOffset ||
+                        FragmentTraitsOf(plan.shape.gate_up_format()).scale == FragmentScale::kOffset)) {
     return kOffsetError;
+  }
+  if (!plan.float32 && scale == FragmentScale::kBf16) {
+    return RoundedScaleError(weight);
   }
   // Beside weights whose sums have no scales of groups, scales of groups of tokens are multiplied into BF16:
   // powers of two without a rounding.
@@ -341,9 +382,7 @@ double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight) {
   if (plan.float32 || !real || on_sums || ChooseKernels(plan, plan.max_rows) != Kernels::kPrefill) {
     return 0.0;
   }
-  const bool exact_scale =
-      weight.block_scale_dtype == DType::kBF16 || weight.block_scale_dtype == DType::kF8E4M3;
-  return exact_scale ? 0x1p-9 : std::sqrt(2.0) * 0x1p-9;
+  return RoundedScaleError(weight);
 }
 
 int64_t DeviceWeightBytes(const CudaPlan& plan) {

@@ -21,6 +21,8 @@ enum class Kernels : uint8_t { kDecode, kPrefill };
 struct CudaPlan {
   LayerShape shape;
   FragmentSpec spec;
+  /// Matrices go to the format that they were stored in (weights/narrow.hpp) before they are packed.
+  bool narrow_gate_up = false, narrow_down = false;
   DeviceLimits limits;
   ActivationFormat activation;   ///< that counts: not quantized where only weights are
   DType element = DType::kBF16;  ///< of both token operands
@@ -53,7 +55,8 @@ bool MayRoundRows(const CudaPlan& plan);
 
 /// The error that prefill adds to weights whose group scales it multiplies into them, in BF16: relative, root
 /// mean square, of one rounding (2^-9.2, rounded up) or of two where the scales themselves are no BF16
-/// numbers. 0 where scales act on sums or no call of the layer is prefilled.
+/// numbers. 0 where scales act on sums or no call of the layer is prefilled. Of formats whose scales act on
+/// weights in decode, too, that of every call.
 double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight);
 
 /// Decode takes at most this many rows; beyond, nothing is asked of its plan.

@@ -29,7 +29,8 @@ struct DeviceLimits {
 /// Formats of gate and up, and of down, that decode kernels take together: layers whose gate and up were
 /// stored in four bits and down in five to eight. Each pair costs as much compile time as half a format.
 #define FMOE_FRAGMENT_PAIRS(X)                             \
-  X(kInt4Offset32, kInt8Offset16) /* Q4_K and Q6_K */      \
+  X(kInt4Offset32, kInt6)         /* Q4_K and Q6_K */      \
+  X(kInt4Offset16, kInt6)         /* Q3_K and Q6_K */      \
   X(kInt4Offset32, kInt8Offset32) /* Q4_K and Q5_K; MLX */ \
   X(kInt4Offset16, kInt8Offset16) /* Q3_K and Q5_K */
 constexpr bool IsFragmentPair(FragmentFormat gate_up, FragmentFormat down) {

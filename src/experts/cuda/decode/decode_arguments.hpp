@@ -126,20 +126,17 @@ FMOE_HOST_DEVICE constexpr DecodeShared MakeDecodeShared(int slots, int rows_byt
   return at;
 }
 
-/// Slabs of a chunk of this format: about 2 KB, so that 16 warps keep 70 to 110 KB in flight. `second`: the
+/// Slabs of a chunk of this format: about 2 KB, so that 16 warps keep 50 to 110 KB in flight. `second`: the
 /// other kernel that exists, for K whose slabs five divides and four does not (2880 of gpt-oss: 45); 0: none.
 struct ChunkSlabs {
   int first, second;
 };
 constexpr ChunkSlabs DecodeChunkSlabs(FragmentFormat format) {
-  switch (FragmentTraitsOf(format).code_bits) {
-    case 4:
-      return {4, FragmentTraitsOf(format).code == FragmentCode::kE2M1 ? 5 : 0};
-    case 8:
-      return {2, 0};
-    default:
-      return {2, 0};
+  const FragmentTraits traits = FragmentTraitsOf(format);
+  if (traits.code_bits != 4) {
+    return {2, 0};
   }
+  return {4, traits.code == FragmentCode::kE2M1 ? 5 : 0};
 }
 
 #ifdef FMOE_DECODE_STAMPS

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 
+#include "experts/cuda/device/indices.cuh"
 #include "experts/cuda/device/ptx.cuh"
+#include "experts/cuda/device/six_bits.cuh"
 #include "weights/fragment.hpp"
 
 /// Packed codes to tensor-core fragments: one policy a format, shared by decode and prefill. Expansion is
@@ -26,6 +28,11 @@
 ///          Decode of many weights adds (kAdds): 128 + q, times 2^-32, by mask and OR, then minus 128 and
 ///          the zero point. That is the same value in 11 operations, and yet the shorter way takes 1 to 4 %
 ///          longer there: docs/kernels_cuda.md.
+///   iq4    the bytes of indices (indices.cuh), as those of int8; scale and zero at once: 19 operations for 8
+///          weights
+///   6 bit  from three words for two k-steps, by rotations and masks (weights/fragment_six_bits.hpp): floats
+///          as BF16 value * 2^-126 (e2m3) or 2^-124 (e3m2), integers as int4 has them, those of rows r + 8
+///          two bits higher
 ///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
 ///   16 bit as they are
 namespace fusedmoe::cuda {
@@ -38,7 +45,7 @@ __host__ __device__ constexpr uint32_t PowerPair(int exponent) {
 /// Where the scales of a group act.
 enum class ScalePlace : uint8_t {
   kNone,         ///< there are none
-  kFragment,     ///< on the weights; exact for FP4 and MX. Integer groups below 64: kOffset, kHalves
+  kFragment,     ///< on the weights; exact for FP4 and MX. Integer groups below 64: kBf16, kOffset, kHalves
   kAccumulator,  ///< on the sums of a group, in fp32; prefill may fold 16-bit ones into the weights
 };
 
@@ -54,7 +61,9 @@ struct Fragments {
   static constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
   static constexpr FragmentCode kCode = kTraits.code;
   static constexpr FragmentScale kScale = kTraits.scale;
-  static constexpr int kPieces = kTraits.code_bits / 4;  ///< 16-byte pieces of a lane and slab
+  static constexpr bool kSixBits = kTraits.code_bits == 6;
+  /// Pieces of a lane and slab, of 16 bytes; of six bits the second has 8.
+  static constexpr int kPieces = (kTraits.code_bits + 2) / 4;
   static constexpr int kUnitSlabs = kTraits.unit_slabs();
   static constexpr int kUnitBytes = kTraits.unit_bytes();    ///< in shared memory, its scales behind it
   static constexpr int kUnitStride = kTraits.unit_stride();  ///< in memory
@@ -84,8 +93,12 @@ struct Fragments {
     const uint8_t* at =
         units + slab / kUnitSlabs * kUnitBytes + slab % kUnitSlabs * kTraits.slab_code_bytes() + place * 16;
 #pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
+    for (int p = 0; p < (kSixBits ? 1 : kPieces); ++p) {
       codes[p] = *reinterpret_cast<const uint4*>(at + p * 512);
+    }
+    if constexpr (kSixBits) {
+      const uint2 last = *reinterpret_cast<const uint2*>(at + 512 - lane * 8);
+      codes[1] = make_uint4(last.x, last.y, 0, 0);
     }
   }
 
@@ -111,13 +124,14 @@ struct Fragments {
         low = __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
         high = __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
       }
-      if constexpr (kFold) {  // the multiply-adds bring scale and zero point at once
-        const uint32_t both = half_is_f16 ? PackBf16x2(low, high) : word;
-        PutTwice(MulBf16x2(both, (Unit(0) & 0xffffU) | (Unit(1) & 0xffff0000U)), s.pair[0], s.pair[1]);
-        PutTwice(MulBf16x2(both, kImpliedZero), s.zero[0], s.zero[1]);
+      if constexpr (kFold) {
+        PutScaledZero(half_is_f16 ? PackBf16x2(low, high) : word, s);
       } else {
         PutRows<false>(low, high, s);
       }
+    } else if constexpr (kScale == FragmentScale::kBf16) {
+      const int group = kTraits.group == 16 ? lane & 3 : lane >> 1 & 1;
+      PutScaledZero(*reinterpret_cast<const uint32_t*>(at + (group * 8 + (lane >> 2)) * 4), s);
     } else if constexpr (kScale == FragmentScale::kF32Zero) {
       const int group = kTraits.group == 32 ? lane >> 1 & 1 : 0;
       const uint2 words = *reinterpret_cast<const uint2*>(at + (group * 8 + (lane >> 2)) * 8);
@@ -177,6 +191,17 @@ struct Fragments {
         const uint32_t from128 = AndOr<0x000F000FU>(Word(codes[0], j) >> (4 * i), k128);
         a[i] = AddBf16x2(from128, kHasZero ? s.zero[i & 1] : kMinus128 + 0x00080008U);
       }
+    } else if constexpr (kScale == FragmentScale::kBf16) {
+      uint32_t integers[4];
+      if constexpr (kSixBits) {
+        SixBits(codes, j, integers);
+      } else {
+        Iq4Pairs(Word(codes[0], j), integers);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i] = FmaBf16x2(integers[i], s.pair[i & 1], s.zero[i & 1]);
+      }
     } else if constexpr (kInteger) {
       constexpr bool kByScale = kScaled && kScale == FragmentScale::kHalf;  // scale and zero point at once
 #pragma unroll
@@ -188,6 +213,12 @@ struct Fragments {
         } else if constexpr (kScaled && !kByScale) {
           a[i] = MulBf16x2(a[i], s.pair[i & 1]);
         }
+      }
+    } else if constexpr (kSixBits) {
+      SixBits(codes, j, a);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i] = MulBf16x2(a[i], s.pair[i & 1]);
       }
     } else if constexpr (kCode == FragmentCode::kE4M3) {
 #pragma unroll
@@ -219,14 +250,17 @@ struct Fragments {
   /// 128 and its negative, times 2^kIntegerExponent; their last bits count one.
   static constexpr uint32_t k128 = PowerPair(7 + kIntegerExponent), kMinus128 = k128 | 0x80008000U;
 
-  /// 2^(133 + kIntegerExponent) for a0 and a2, and for a1 and a3, whose nibbles stand four bits higher.
+  static constexpr int kMiddle = kNibbles ? 3 : kSixBits ? 5 : 7;  ///< a power of two
+  /// How much higher the codes of a1 and a3 stand.
+  static constexpr int kHigher = kNibbles ? 4 : kSixBits ? 2 : 0;
+  /// 2^(133 + kIntegerExponent) for a0 and a2, and for a1 and a3.
   __device__ __forceinline__ static constexpr uint32_t Unit(int i) {
-    return PowerPair((kNibbles && i % 2 != 0 ? 129 : 133) + kIntegerExponent);
+    return PowerPair(133 - (i % 2 != 0 ? kHigher : 0) + kIntegerExponent);
   }
   /// Minus the zero point of codes without stored ones.
-  static constexpr uint32_t kImpliedZero = PowerPair((kNibbles ? 3 : 7) + kIntegerExponent) | 0x80008000U;
+  static constexpr uint32_t kImpliedZero = PowerPair(kMiddle + kIntegerExponent) | 0x80008000U;
 
-  /// The codes of pair i of k-step j: times 2^-133, INT4 of rows r + 8 times 2^-129.
+  /// The codes of pair i of k-step j, of nibbles and bytes: times 2^-133, INT4 of rows r + 8 times 2^-129.
   __device__ __forceinline__ static uint32_t Integers(const Codes& codes, int j, int i) {
     if constexpr (kNibbles) {
       const uint32_t x = Word(codes[0], j) >> (i < 2 ? 0 : 8);
@@ -234,6 +268,16 @@ struct Fragments {
     } else {
       const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i & 1)) >> (i < 2 ? 0 : 8);
       return AndXor<0x00FF00FFU>(x, 0x00800080U);
+    }
+  }
+  /// All pairs of k-step j.
+  __device__ __forceinline__ static void SixBits(const Codes& codes, int j, uint32_t (&of)[4]) {
+    const uint32_t words[kSixBitWords] = {Word(codes[0], j & 2), Word(codes[0], (j & 2) + 1),
+                                          Word(codes[1], j >> 1)};
+    if (j % 2 == 0) {
+      SixBitStep<kCode, 0>(words, of);
+    } else {
+      SixBitStep<kCode, 1>(words, of);
     }
   }
   __device__ __forceinline__ static uint32_t Word(const uint4& piece, int i) {
@@ -253,6 +297,11 @@ struct Fragments {
   __device__ __forceinline__ static void PutTwice(uint32_t both, uint32_t& low, uint32_t& high) {
     low = __byte_perm(both, 0, 0x1010);
     high = __byte_perm(both, 0, 0x3232);
+  }
+  /// BF16 scales of both rows: for the multiply-add that brings scale and zero point at once.
+  __device__ __forceinline__ static void PutScaledZero(uint32_t both, LaneScales& s) {
+    PutTwice(MulBf16x2(both, (Unit(0) & 0xffffU) | (Unit(1) & 0xffff0000U)), s.pair[0], s.pair[1]);
+    PutTwice(MulBf16x2(both, kImpliedZero), s.zero[0], s.zero[1]);
   }
   /// Minus a zero point, read like codes; kAdds: and minus 128.
   template <bool kAdds>

@@ -182,7 +182,15 @@ __device__ __forceinline__ uint32_t AndOr(uint32_t x, uint32_t or_bits) {
   return result;
 }
 
-/// (x & kMask) ^ flip_bits, likewise.
+/// Bytes of low and, behind it, high, by the four lowest nibbles of `selector`, each below 8: __byte_perm
+/// takes an instruction more, to make them so.
+__device__ __forceinline__ uint32_t Permute(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+  return result;
+}
+
+/// (x & kMask) ^ flip_bits in one instruction, as AndOr.
 template <uint32_t kMask>
 __device__ __forceinline__ uint32_t AndXor(uint32_t x, uint32_t flip_bits) {
   uint32_t result;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -112,12 +113,13 @@ bool AllEqual(const std::vector<T>& values, int64_t count) {
 /// An expert whose matrices are as the formats of the layout need them.
 Result<CanonicalExpert> LoadExpert(const CudaPlan& plan, const ExpertSource& source, int64_t index) {
   FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, source.load(index));
-  if (!plan.spec.own_gate_up) {
-    return expert;
-  }
-  for (const auto& [matrix, name] : {std::pair(&expert.gate, "gate"), std::pair(&expert.up, "up")}) {
-    matrix->stored = WithoutLevels(matrix->stored);
-    FMOE_RETURN_IF_ERROR(NarrowInPlace(name, *matrix));
+  for (const auto& [matrix, name, narrow] : {std::tuple(&expert.gate, "gate", plan.narrow_gate_up),
+                                             std::tuple(&expert.up, "up", plan.narrow_gate_up),
+                                             std::tuple(&expert.down, "down", plan.narrow_down)}) {
+    if (narrow) {
+      matrix->stored = WithoutLevels(matrix->stored);
+      FMOE_RETURN_IF_ERROR(NarrowInPlace(name, *matrix));
+    }
   }
   return expert;
 }
