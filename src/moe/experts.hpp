@@ -13,6 +13,10 @@
 
 namespace fusedmoe {
 
+/// The entry of a plan's workspace that the rows between the GEMMs of REFERENCE lie in (ReferenceExperts),
+/// for those who have a layer and not its experts.
+inline constexpr std::string_view kReferenceMidEntry = "reference.mid";
+
 /// Activations as the prepare step hands them on: either plain rows, or codes with their scales.
 struct ExpertRows {
   /// Plain rows in the dtype of the model, or codes of the scheme's activation element.

@@ -111,7 +111,7 @@ void ReferenceExperts::BookWorkspace(const MoeProblem& problem, WorkspaceBook& b
   const int64_t rows = RowsToBook(problem);
   const int64_t width = std::max(2 * config.hidden, config.intermediate);
   *input_rows = book.Book("reference.block", kTokenBlock * width * kFloatBytes);
-  *mid_rows = book.Book("reference.mid", rows * config.intermediate * kFloatBytes);
+  *mid_rows = book.Book(kReferenceMidEntry, rows * config.intermediate * kFloatBytes);
   *lists = book.Book("reference.lists",
                      (rows + config.num_local_experts + 1) * static_cast<int64_t>(sizeof(int32_t)));
 }

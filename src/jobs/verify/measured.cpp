@@ -5,6 +5,7 @@
 
 #include "jobs/verify/distance.hpp"
 #include "moe/backend.hpp"
+#include "moe/experts.hpp"
 #include "numerics/row_math.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -16,7 +17,7 @@ namespace {
 const float* MiddleRows(const Runner& reference) {
   const std::vector<WorkspaceBook::Entry>& entries = reference.layer->plan().workspace;
   const auto found = std::find_if(entries.begin(), entries.end(), [](const WorkspaceBook::Entry& entry) {
-    return entry.name == "reference.mid";
+    return entry.name == kReferenceMidEntry;
   });
   return found == entries.end() ? nullptr : reference.workspace.Get<float>(found->slot);
 }
