@@ -1,15 +1,13 @@
 #pragma once
 
-#include <immintrin.h>
 #include <time.h>
 
 #include <chrono>
-#include <cstdint>
+#include <string_view>
 
-#include <fusedmoe/executor.hpp>
+#include <fusedmoe/probe.hpp>
 
-/// Peak rates of the arithmetic units, measured now with the threads of the executor: fourteen independent
-/// chains of one instruction, nothing else. Compiled for the machine that builds.
+/// What benchmarks take beside their own figures.
 namespace fusedmoe::bench {
 
 inline double Seconds() {
@@ -23,46 +21,17 @@ inline double ThreadSeconds() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-#define FMOE_PEAK(name, Register, instruction)                                                            \
-  __attribute__((noinline)) inline void name(int64_t rounds) {                                            \
-    Register x{}, y{}, a{}, b{}, c{}, d{}, e{}, f{}, g{}, h{}, i{}, j{}, k{}, l{};                        \
-    for (int64_t r = 0; r < rounds; ++r) {                                                                \
-      __asm__ volatile(instruction " %12, %13, %0\n" instruction " %12, %13, %1\n" instruction            \
-                                   " %12, %13, %2\n" instruction " %12, %13, %3\n" instruction            \
-                                   " %12, %13, %4\n" instruction " %12, %13, %5\n" instruction            \
-                                   " %12, %13, %6\n" instruction " %12, %13, %7\n" instruction            \
-                                   " %12, %13, %8\n" instruction " %12, %13, %9\n" instruction            \
-                                   " %12, %13, %10\n" instruction " %12, %13, %11\n"                      \
-                       : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e), "+v"(f), "+v"(g), "+v"(h), "+v"(i), \
-                         "+v"(j), "+v"(k), "+v"(l)                                                        \
-                       : "v"(x), "v"(y));                                                                 \
-    }                                                                                                     \
+/// The peak of the vectors of a level, `operation` being "int8" or "f32_fma": that of the highest level up to
+/// it that has an instruction of its own for that.
+inline double VectorPeak(Isa level, std::string_view operation, const Executor& executor) {
+  const ComputeUnitInfo* best = nullptr;
+  for (const ComputeUnitInfo& info : ComputeUnits()) {
+    const bool vectors = info.name.ends_with(operation) && info.isa != Isa::kAmx;
+    if (vectors && info.isa <= level && (best == nullptr || best->isa < info.isa)) {
+      best = &info;
+    }
   }
-
-#if defined(__AVX512VNNI__)
-FMOE_PEAK(SpinByteDot, __m512i, "vpdpbusd")
-inline constexpr double kByteDotOps = 128;
-#endif
-#if defined(__AVX512F__)
-FMOE_PEAK(SpinFma, __m512, "vfmadd231ps")
-inline constexpr double kFmaOps = 32;
-#else
-FMOE_PEAK(SpinFma, __m256, "vfmadd231ps")
-inline constexpr double kFmaOps = 16;
-#endif
-#undef FMOE_PEAK
-
-/// Operations a second of all threads together; the best of five.
-inline double MeasurePeak(const Executor& executor, void (*spin)(int64_t), double ops) {
-  constexpr int64_t kRounds = 400000;
-  double best = 0;
-  for (int sample = 0; sample < 5; ++sample) {
-    const double begin = Seconds();
-    ParallelFor(executor, executor.num_threads, [&](int64_t) { spin(kRounds); });
-    const double rate = static_cast<double>(kRounds * 12 * executor.num_threads) * ops / (Seconds() - begin);
-    best = rate > best ? rate : best;
-  }
-  return best;
+  return best == nullptr ? 0.0 : MeasurePeak(best->unit, executor);
 }
 
 }  // namespace fusedmoe::bench

@@ -83,7 +83,8 @@ const Named kKernels[] = {
     {"u8g64", kWeightU8Group64, {DType::kU8, PanelScale::kBF16, 64}},
     {"u8g128", kWeightU8Group128, {DType::kU8, PanelScale::kBF16, 128, 128}},
 };
-constexpr const char* kTiles[] = {"f32", "a24", "a16", "a8", "a4", "mx", "bf16", "bf16_pair", "f16"};
+constexpr const char* kTiles[] = {"f32", "raised", "a24",  "a16",       "a8",
+                                  "a4",  "mx",     "bf16", "bf16_pair", "f16"};
 
 constexpr int64_t kBytes = int64_t{512} << 20;  // of weights, more than caches hold
 constexpr int64_t kTileBytes = int64_t{4} << 20;
@@ -102,6 +103,7 @@ struct Bench {
   double PeakOf(TileKind kind) const {
     switch (kind) {
       case kTileF32:
+      case kTileRaised:
         return float_peak;
       case kTileBf16:
       case kTileBf16Pair:
@@ -364,16 +366,14 @@ int Main(int argc, char** argv) {
     bench.weights[i] = static_cast<uint8_t>(48 + (i * 7 + i / 64) % 16);  // ordinary numbers in every format
   }
   std::memset(bench.tile, 0, static_cast<size_t>(kTileBytes));
-#if defined(__AVX512VNNI__)
-  bench.int_peak = MeasurePeak({}, &SpinByteDot, kByteDotOps);
-#endif
-  bench.float_peak = MeasurePeak({}, &SpinFma, kFmaOps);
-  bench.bf16_peak = fusedmoe::MeasurePeak(ComputeUnit::kBf16Dot, {});
-  bench.f16_peak = fusedmoe::MeasurePeak(ComputeUnit::kF16Fma, {});
+  bench.int_peak = VectorPeak(level, "int8", {});
+  bench.float_peak = VectorPeak(level, "f32_fma", {});
+  bench.bf16_peak = MeasurePeak(ComputeUnit::kBf16Dot, {});
+  bench.f16_peak = MeasurePeak(ComputeUnit::kF16Fma, {});
   Register(bench);
   if (HostMachine().Has(Isa::kAmx)) {
-    bench.amx_bf16_peak = fusedmoe::MeasurePeak(ComputeUnit::kAmxBf16, {});
-    bench.amx_int8_peak = fusedmoe::MeasurePeak(ComputeUnit::kAmxInt8, {});
+    bench.amx_bf16_peak = MeasurePeak(ComputeUnit::kAmxBf16, {});
+    bench.amx_int8_peak = MeasurePeak(ComputeUnit::kAmxInt8, {});
     RegisterTiles(bench);
   }
   benchmark::RunSpecifiedBenchmarks();

@@ -160,12 +160,10 @@ void Measure(const Options& options, const std::string& scheme, const Prepared& 
       scheme.c_str(), plan.isa.c_str(), plan.mode.c_str(), static_cast<long>(tokens), executor.num_threads,
       seconds * 1e3, samples.front() * 1e3, static_cast<double>(tokens) / seconds, bytes / seconds / 1e9,
       100 * bytes / seconds / read, read / 1e9);
-#if defined(__AVX512VNNI__)
-  const double dot = MeasurePeak(executor, &SpinByteDot, kByteDotOps);
-  std::printf("  %7.1f GFLOP/s = %3.0f%% VNNI", flops / seconds / 1e9, 100 * flops / seconds / dot);
-#endif
-  const double fma = MeasurePeak(executor, &SpinFma, kFmaOps);
-  std::printf(" %3.0f%% FMA\n", 100 * flops / seconds / fma);
+  const Isa level = ParseIsa(plan.isa).value_or(Isa::kAvx2);
+  std::printf("  %7.1f GFLOP/s = %3.0f%% int8 %3.0f%% FMA\n", flops / seconds / 1e9,
+              100 * flops / seconds / VectorPeak(level, "int8", executor),
+              100 * flops / seconds / VectorPeak(level, "f32_fma", executor));
   std::fflush(stdout);
 }
 

@@ -236,7 +236,7 @@ TEST(CpuChoice, GroupsOf128BesideBlocksOf32_AreCodesOnBf16Units) {
         cpu_test::MakeLayer({.scheme = "mxfp4_w4a8:group128", .hidden = 256, .intermediate = 128});
     layer.problem.config.parallel.tp_size = ranks;
     layer.problem.scheme.activation.scale_dtype = scale;
-    return ChooseTile(layer.problem, kWeightMxfp4, *ParseIsa(isa));
+    return ChooseTile(layer.problem, HostMachine(), kWeightMxfp4, *ParseIsa(isa));
   };
   for (const auto& [ranks, scale] : {std::pair(1, DType::kF8E8M0), {2, DType::kF8E8M0}, {1, DType::kF32}}) {
     EXPECT_EQ(choice("avx512_bf16", ranks, scale).gate_up, kTileBf16) << ranks << DTypeName(scale);

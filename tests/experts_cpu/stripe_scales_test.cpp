@@ -66,7 +66,7 @@ TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
   int compared = 0;
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
-    for (const TileKind kind : {kTileF32, kTileBf16, kTileBf16Pair, kTileF16}) {
+    for (const TileKind kind : {kTileF32, kTileRaised, kTileBf16, kTileBf16Pair, kTileF16}) {
       if (table.dot[kWeightE4m3Stripe][kind][0] == nullptr) {
         ASSERT_EQ(table.dot[kWeightE4m3Scaled][kind][0], nullptr) << isa << " " << kind;
         continue;
@@ -90,12 +90,12 @@ TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
             memory.emplace_back(static_cast<size_t>(words + 64));
             float* values = memory.back().data();
             view = ViewTile(values, kWeightE4m3Stripe, kind, k, height);
-            const int64_t code_words = kind == kTileF32 ? k * height : k * height * Planes(kind) / 2;
+            const int64_t code_words = IsFloatTile(kind) ? k * height : k * height * Planes(kind) / 2;
             for (int64_t i = 0; i < code_words; ++i) {
               const float value = static_cast<float>(random() & 0xffff) / 32768.0F - 1.0F;
               const uint32_t pair = kind == kTileF16 ? 0x38003a00U ^ (random() & 0x80ff80ffU)
                                                      : 0x3f803f00U ^ (random() & 0x807f807fU);
-              kind == kTileF32 ? void(values[i] = value) : void(std::memcpy(values + i, &pair, 4));
+              IsFloatTile(kind) ? void(values[i] = value) : void(std::memcpy(values + i, &pair, 4));
             }
             for (int64_t i = 0; kind != kTileF32 && i < blocks * height; ++i) {
               view.scale[i] = 0.5F + static_cast<float>(random() & 255) / 256.0F;

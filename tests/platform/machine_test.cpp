@@ -1,14 +1,21 @@
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/probe.hpp>
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <memory>
 #include <set>
 #include <sstream>
 #include <string>
 
 #include <gtest/gtest.h>
 
+#include "platform/ceilings.hpp"
 #include "platform/cpu_features.hpp"
 
 namespace fusedmoe {
@@ -164,6 +171,34 @@ TEST(ReadBandwidth, IsWithinWhatMemoriesDo) {
   EXPECT_GT(bytes_per_second, 0.1e9);
   EXPECT_LT(bytes_per_second, 1e12);  // one core; more means that the loads were optimized away
 }
+
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+/// A ceiling is not below what a loop of one load a line does: vectors wider than the registers, which wait
+/// for their own stores, read at two thirds of that (Zen 3).
+TEST(ReadProbe, IsNotSlowerThanALoadOfEveryLine) {
+  constexpr int64_t kWindow = int64_t{64} << 20, kBytes = 4 * kWindow, kLine = 64;
+  auto probe = ReadProbe::Create(Executor{});
+  ASSERT_TRUE(probe.ok()) << probe.status().ToString();
+  const std::unique_ptr<void, void (*)(void*)> memory(std::aligned_alloc(size_t{2} << 20, kBytes),
+                                                      &std::free);
+  (void)madvise(memory.get(), kBytes, MADV_HUGEPAGE);
+  std::memset(memory.get(), 1, kBytes);
+  double read = 0, touched = 0;
+  for (int turn = 0; turn < 24 && (turn < 8 || read < 0.85 * touched); ++turn) {  // in turns: others disturb
+    const std::byte* window = static_cast<const std::byte*>(memory.get()) + turn % 4 * kWindow;
+    const auto begin = std::chrono::steady_clock::now();
+    unsigned sum = 0;
+    for (int64_t i = 0; i < kWindow; i += kLine) {
+      sum += static_cast<unsigned>(*static_cast<const volatile std::byte*>(window + i));
+    }
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    ASSERT_EQ(sum, kWindow / kLine);
+    touched = std::max(touched, static_cast<double>(kWindow) / seconds.count());
+    read = std::max(read, probe->Sample(Executor{}, kWindow));
+  }
+  EXPECT_GE(read, 0.85 * touched) << "bytes a second";
+}
+#endif
 
 TEST(Peak, EveryUnitOfThisMachine_IsWithinWhatCoresDo_AndOthersAreZero) {
   for (const ComputeUnitInfo& info : ComputeUnits()) {

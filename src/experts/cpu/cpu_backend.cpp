@@ -23,6 +23,7 @@ std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert
     case cpu::kTileF16:
       return "f16_fma";
     case cpu::kTileF32:
+    case cpu::kTileRaised:
       return plan.vector_isa <= Isa::kAvx2Vnni ? "avx2_f32_fma"
              : plan.vector_isa == Isa::kNeon   ? "neon_f32_fma"
                                                : "f32_fma";

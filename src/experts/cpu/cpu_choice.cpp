@@ -152,14 +152,18 @@ std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel
                     RowRule::kAsTheyAre};
 }
 
-TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
+TileChoice ChooseTile(const MoeProblem& problem, const Machine& machine, WeightKernel kernel, Isa isa) {
+  const KernelTable* table = FindKernelTable(isa);
+  const auto has = [&](TileKind tile) { return table != nullptr && table->dot[kernel][tile][0] != nullptr; };
   const ActivationFormat activation = ActivationOf(problem);
   const auto both = [](TileKind tile, RowRule rows) { return TileChoice{tile, tile, rows}; };
   if (const auto pair = ChoosePairTile(problem, kernel, isa)) {
     return *pair;
   }
   if (IsFloatKernel(kernel)) {
-    return both(kTileF32, activation.quantized() ? RowRule::kFakeQuantized : RowRule::kAsTheyAre);
+    // Elsewhere subnormal weights take a hundred times as long (dot_raised_avx2_isa.hpp).
+    const TileKind tile = IsAmd(machine) && has(kTileRaised) ? kTileRaised : kTileF32;
+    return both(tile, activation.quantized() ? RowRule::kFakeQuantized : RowRule::kAsTheyAre);
   }
   if (!activation.quantized()) {
     return both(problem.activation == ActivationMode::kA8 ? kTileA8 : kTileA16, RowRule::kAsTheyAre);
@@ -177,9 +181,7 @@ TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
     return both(kTileA8, RowRule::kCodes);
   }
   // Groups of activations and weights begin in the same places, but for slices for ranks.
-  const KernelTable* table = FindKernelTable(isa);
-  const bool has_mx = table != nullptr && table->dot[kernel][kTileMx][0] != nullptr;
-  if (has_mx && DTypeBits(*activation.element) == 6 && activation.scale_dtype == DType::kF8E8M0 &&
+  if (has(kTileMx) && DTypeBits(*activation.element) == 6 && activation.scale_dtype == DType::kF8E8M0 &&
       group == GroupShape{1, 32} && problem.config.parallel.tp_size == 1) {
     return both(kTileMx, RowRule::kFakeQuantized);
   }
@@ -204,10 +206,10 @@ std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const Stored
   return has_kernels ? std::optional(*panel) : std::nullopt;
 }
 
-bool CutAlike(const CpuPlan& plan, const MoeProblem& problem, WeightKernel kernel) {
+bool CutAlike(const CpuPlan& plan, const MoeProblem& problem, const Machine& machine, WeightKernel kernel) {
   const KernelTable* table = FindKernelTable(plan.vector_isa);
   const auto cut = [&](WeightKernel weights) {
-    const TileChoice choice = ChooseTile(problem, weights, plan.vector_isa);
+    const TileChoice choice = ChooseTile(problem, machine, weights, plan.vector_isa);
     return std::tuple(choice.gate_up, choice.down, choice.rows,
                       MaxHeightIndex(*table, weights, choice.gate_up),
                       table->batch[weights][choice.gate_up] == nullptr);
@@ -221,7 +223,7 @@ void FitVectorKernels(const Machine& machine, CpuPlan& plan) {
   const WeightKernel kernel = plan.gate_up.kernel;  // CutAlike: down has such a one
   plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, kernel, tile);
   plan.tall =
-      table != nullptr && table->batch[kernel][tile] != nullptr && !IsPairTile(tile) && tile != kTileF32;
+      table != nullptr && table->batch[kernel][tile] != nullptr && !IsPairTile(tile) && !IsFloatTile(tile);
   plan.batch_tiles = BatchTiles(machine, plan.vector_isa);
   plan.next_into_l2 = !IsAmd(machine);
   for (GemmShape* shape : {&plan.gate_up, &plan.down}) {

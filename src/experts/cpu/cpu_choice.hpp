@@ -26,7 +26,7 @@ std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const Stored
 
 /// Whether tiles are cut and filled for such weights as for those of the plan's first GEMM: both meet the
 /// same tiles of slots.
-bool CutAlike(const CpuPlan& plan, const MoeProblem& problem, WeightKernel kernel);
+bool CutAlike(const CpuPlan& plan, const MoeProblem& problem, const Machine& machine, WeightKernel kernel);
 
 /// How tiles hold the activations of a scheme in the two GEMMs, and what becomes of its codes.
 struct TileChoice {
@@ -39,7 +39,7 @@ struct TileChoice {
 std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel kernel, Isa isa);
 
 /// The tiles of a level for a problem, whatever it is: units for 16-bit floats, fp32, or integers.
-TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa);
+TileChoice ChooseTile(const MoeProblem& problem, const Machine& machine, WeightKernel kernel, Isa isa);
 
 /// Sets what follows from the plan's vector level, kernel and tiles, and from whose cores these are: heights
 /// of tiles, distances of asking for weights, and how tall tiles share what is decoded.

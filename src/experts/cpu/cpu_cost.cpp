@@ -226,6 +226,7 @@ std::string_view WeightKernelName(WeightKernel kernel) {
 std::string_view TileKindName(TileKind tile) {
   switch (tile) {
     case kTileF32:
+    case kTileRaised:
       return "f32";
     case kTileA24:
       return "a24";

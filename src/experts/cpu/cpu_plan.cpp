@@ -123,14 +123,15 @@ void PlanPieces(const MoeProblem& problem, CpuPlan& plan) {
 /// The GEMMs in the format of the layer; then each in the format that its matrices were stored in, where the
 /// vector kernels for both take the tiles that those of the layer's format take.
 void PlanGemms(const MoeProblem& problem, const Machine& machine, CpuPlan& plan) {
-  const TileChoice choice = ChooseTile(problem, KernelFor(*PanelOf(problem)), plan.vector_isa);
+  const TileChoice choice = ChooseTile(problem, machine, KernelFor(*PanelOf(problem)), plan.vector_isa);
   plan.rows = choice.rows;
   plan.gate_up = MakeGemm(problem, kGateUp, std::nullopt, choice.gate_up);
   plan.down = MakeGemm(problem, kDown, std::nullopt, choice.down);
   const auto narrow = [&](const StoredIntegers& stored) {
     std::optional<PanelFormat> panel = NarrowPanelOf(problem, stored);
-    return panel && *panel != plan.gate_up.panel && CutAlike(plan, problem, KernelFor(*panel)) ? panel
-                                                                                               : std::nullopt;
+    return panel && *panel != plan.gate_up.panel && CutAlike(plan, problem, machine, KernelFor(*panel))
+               ? panel
+               : std::nullopt;
   };
   const std::optional<PanelFormat> gate_up = narrow(problem.gate_up_stored),
                                    down = narrow(problem.down_stored);

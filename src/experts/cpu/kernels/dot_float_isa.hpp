@@ -34,8 +34,8 @@ template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool AsksByVectors() {
   constexpr bool kScaledBytes =
       kWeight == kWeightE4m3Scaled || kWeight == kWeightE4m3Stripe || kWeight == kWeightMxfp8;
-  if (kKind == kTileF32) {
-    return DecodesRows<kWeight>() && kHeight <= 2;
+  if (IsFloatTile(kKind)) {
+    return kAsksBesideBytes && VectorK(kWeight) == 4;
   }
   return (kKind == kTileBf16 || kKind == kTileBf16Pair) && kHeight <= 2 &&
          (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
@@ -76,7 +76,7 @@ FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, Di
     for (int v = 0; v < kGroupVectors; v += kStep, vectors += kStep * 64, words += kStepWords * kWordWords) {
       if constexpr (kTwice) {
         Unroll<kStep * kUnits>([&](int i) FMOE_FLAT { AskTwice(asked_twice, sums[i % kUnits][0][0][0]); });
-      } else if constexpr (kAsks) {
+      } else if (kAsks && half == 0) {
         Unroll<kUnits>([&](int i) FMOE_FLAT { PrefetchBeside(asked + i * 64, sums[i][0][0][0]); });
         asked += kUnits * 64;
       }
@@ -118,84 +118,20 @@ constexpr bool IsSideBySide() {
                                                 : VectorK(kWeight) == 8 && Panel::kGroups == 1);
 }
 
-/// One unit of a stripe for a short tile, both halves of the rows: the additions of ShortUnits in their
-/// order.
-template <WeightKernel kWeight, int kHeight>
-FMOE_INLINE void ShortUnitRows(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead,
-                               const int32_t* words, Floats (*totals)[kHeight]) {
-  using Panel = FloatPanel<kWeight, F32Unit>;
-  constexpr int kBoth = 2;  // halves; where there are none, nobody calls this
-  constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
-  Floats scaled[kBoth][kHeight];
-  Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
-    Floats sums[kBoth][1][kHeight][2];
-    Unroll<kBoth * kHeight * 2>([&](int i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
-    for (int v = 0; v < kGroupVectors; ++v, unit += 64, words += 4 * kHeight) {
-      Prefetch(unit + ahead);
-      Ints pairs[2][kBoth];
-      DecodeE4m3Rows(unit, pairs);
-      Unroll<4>([&](auto word) FMOE_FLAT {
-        Unroll<kBoth>([&](int half) FMOE_FLAT {
-          const Floats weights = WordOfPair<word % 2>(pairs[word / 2][half]);
-          DotWord<kTileF32, 1, kHeight, kHeight>(word, &weights, words + word * kHeight, sums[half]);
-        });
-      });
-    }
-    Unroll<kHeight>([&](int t) FMOE_FLAT {
-      Floats of_group[kBoth];
-      Unroll<kBoth>([&](int half) FMOE_FLAT {
-        of_group[half] = F32Unit::Finish(sums[half][0][t][0], sums[half][0][t][1]);
-      });
-      RowsInOrder(of_group[0], of_group[1]);
-      Unroll<kBoth>([&](int half) FMOE_FLAT {
-        scaled[half][t] = Panel::AddGroup(of_group[half], group_scales, group, half, scaled[half][t]);
-        if constexpr (group + 1 < Panel::kGroups && kHeight == 2) {
-          // Waits in memory: else GCC 12 keeps one of the eight sums of the next group there (MXFP8 of Zen 3,
-          // weights in L2: 11.6 -> 13.0 GB/s).
-          asm("" : "+m"(scaled[half][t]));
-        }
-      });
-    });
-  });
-  Unroll<kBoth * kHeight>([&](int i) FMOE_FLAT {
-    (&totals[0][0])[i] = AddUnit<kTileF32>((&totals[0][0])[i], (&scaled[0][0])[i], 0);
-  });
-}
-
-/// Whether four tokens meet words that are decoded once and stand in L1, as tall tiles have them: where
-/// decoding takes longer than four multiplications, whose sums leave it no registers (Zen 3, e4m3, weights in
-/// L2: 5.6 -> 7.6 GB/s).
-template <WeightKernel kWeight, int kHeight>
-constexpr bool StoresWords() {
-  return kHeight == kPairTokens && DecodesRows<kWeight>();
-}
-
-template <int kHeight>
-FMOE_INLINE void StoreTotals(const Floats (*totals)[kHeight], float* out) {
-  Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT {
-    const int half = i / kHeight, token = i % kHeight;
-    Store(out + token * 16 + half * kLanes, totals[half][token]);
-  });
-}
-
 /// Short tiles: stripes one after the other.
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
                               const TileView* tile, float* out) {
-  using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
-  constexpr bool kRows = DecodesRows<kWeight>(), kStored = StoresWords<kWeight, kHeight>();
-  constexpr int kAtOnce = IsSideBySide<kWeight, kKind, kHeight>() && !kRows ? 2 : 1;  // units
+  using Unit = typename FloatUnit<kKind>::Type;
+  using Panel = FloatPanel<kWeight, Unit>;
+  constexpr int kAtOnce = IsSideBySide<kWeight, kKind, kHeight>() ? 2 : 1;  // units
   constexpr int kBlocks = kAtOnce > Panel::kUnits ? kAtOnce / Panel::kUnits : 1;
   constexpr int kUnitWords = Panel::kWords * Planes(kKind) * kHeight;
-  alignas(64) uint8_t stored[kStored ? Panel::kWords * 64 : 64];
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
     const int32_t* words = (const int32_t*)tile->codes;
     const float* scales = tile->scale;
     Floats totals[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
-    if constexpr (kStored) {
-      StoreTotals<kHeight>(totals, out);
-    }
     const uint8_t* const stripe_begin = stripes;
     const int64_t header = Panel::HeaderBytes(blocks);
     PrefetchBlock<kTwice, 0, 0>(stripes, header,
@@ -208,14 +144,9 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       constexpr int kBytes = kBlocks * Panel::kBlockBytes, kFirst = kAsks ? kBlocks * Panel::kCodeBytes : 0;
       const Distances ahead = PrefetchBlock<kTwice, kBytes, kFirst>(stripes, kBytes, tile);
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
-        if constexpr (kStored) {
-          DecodeUnit<kWeight, F32Unit>(stripes + unit * Panel::kUnitBytes, stored);
-          const uint8_t* const from[kHalves] = {stored, stored + 32};
-          const uint8_t* const of_halves[kHalves] = {group_scales, group_scales};
-          TallUnit<kWeight, kKind, kHalves, kHeight, true>(from, of_halves, words, scales, out);
-        } else if constexpr (kRows) {
-          ShortUnitRows<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales, ahead.near, words,
-                                          totals);
+        if constexpr (Unit::kHasShortUnit) {
+          Unit::template ShortUnit<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales,
+                                                     ahead.near, words, scales, totals);
         } else {
           Unroll<kHalves>([&](int half) FMOE_FLAT {
             ShortUnits<kWeight, kKind, kHeight, kAtOnce, kTwice>(
@@ -236,9 +167,10 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       });
       stripes += Panel::kBlockBytes;
     }
-    if constexpr (!kStored) {
-      StoreTotals<kHeight>(totals, out);
-    }
+    Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT {
+      const int half = i / kHeight, token = i % kHeight;
+      Store(out + token * 16 + half * kLanes, totals[half][token]);
+    });
     tile = tile->turn == 0 ? tile : tile->turn;
   }
 }

@@ -88,9 +88,6 @@ FMOE_INLINE void TallUnit(const uint8_t* const* from, const uint8_t* const* grou
     Unroll<kPairTokens>([&](int t) FMOE_FLAT {
       Floats of_group[kVectors];
       Unroll<kVectors>([&](int v) FMOE_FLAT { of_group[v] = Unit::Finish(sums[v][t][0], sums[v][t][1]); });
-      if constexpr (DecodesRows<kWeight>()) {
-        RowsInOrder(of_group[0], of_group[1]);
-      }
       Unroll<kVectors>([&](int v) FMOE_FLAT {
         scaled[v][t] =
             Panel::AddGroup(of_group[v], group_scales[v], group, kHalves == 2 ? v : 0, scaled[v][t]);
@@ -111,21 +108,12 @@ template <WeightKernel kWeight, typename Unit>
 __attribute__((noinline)) void DecodeUnit(const uint8_t* unit, uint8_t* words) {
   using Panel = FloatPanel<kWeight, Unit>;
   for (int v = 0; v < Panel::kVectors; ++v, unit += 64) {
-    if constexpr (DecodesRows<kWeight>()) {
-      Ints pairs[2][2];
-      DecodeE4m3Rows(unit, pairs);
-      Unroll<8>([&](auto i) FMOE_FLAT {
-        constexpr int kWord = decltype(i)() / 2, kHalf = decltype(i)() % 2;
-        Unit::StoreWord(words + 64 * kWord + 32 * kHalf, WordOfPair<kWord % 2>(pairs[kWord / 2][kHalf]));
-      });
-    } else {
-      Unroll<kHalves>([&](int half) FMOE_FLAT {
-        typename Unit::Word weights[Panel::kVectorWords];
-        Unit::template Decode<kWeight>(unit, half, weights);
-        Unroll<Panel::kVectorWords>(
-            [&](int i) FMOE_FLAT { Unit::StoreWord(words + 64 * i + 32 * half, weights[i]); });
-      });
-    }
+    Unroll<kHalves>([&](int half) FMOE_FLAT {
+      typename Unit::Word weights[Panel::kVectorWords];
+      Unit::template Decode<kWeight>(unit, half, weights);
+      Unroll<Panel::kVectorWords>([&](int i)
+                                      FMOE_FLAT { Unit::StoreWord(words + 64 * i + 32 * half, weights[i]); });
+    });
     words += 64 * Panel::kVectorWords;
   }
 }

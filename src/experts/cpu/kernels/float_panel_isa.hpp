@@ -83,12 +83,5 @@ FMOE_INLINE void DotWord(int word, const Word* weights, const int32_t* words, Su
   });
 }
 
-/// Whether both halves of a stripe are decoded together, where a register holds one.
-template <WeightKernel kWeight>
-constexpr bool DecodesRows() {
-  return kHasRowDecode && (kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ||
-                           kWeight == kWeightE4m3Stripe || kWeight == kWeightMxfp8);
-}
-
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS

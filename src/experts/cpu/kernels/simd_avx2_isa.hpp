@@ -18,7 +18,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
-constexpr bool kHasRowDecode = true;  // DecodeE4m3Rows
+constexpr bool kAsksBesideBytes = true;  // AsksByVectors
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {
@@ -239,64 +239,6 @@ FMOE_INLINE void DecodeE4m3(const uint8_t* p, int half, Floats* out) {
   const Ints mask = _mm256_set1_epi16((short)0xbf80);
   ConvertPairs(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 1), mask),
                _mm256_and_si256(_mm256_srai_epi16(x, 1), mask), out);
-}
-/// Operations with a constant in memory.
-template <uint32_t kValue>
-alignas(32) constexpr uint32_t kLanesOf[8] = {kValue, kValue, kValue, kValue, kValue, kValue, kValue, kValue};
-template <uint32_t kValue>
-FMOE_INLINE Ints AndBytesOf(Ints x) {
-  Ints out;
-  asm("vpand %2, %1, %0" : "=x"(out) : "x"(x), "m"(kLanesOf<kValue>));
-  return out;
-}
-
-/// The same of all 16 rows without conversions, of which a core of AMD begins one a cycle: the two bytes of a
-/// bf16, of which e4m3 is a part. out[pair of k][0] has rows 0-3 and 8-11, out[..][1] the others:
-/// RowsInOrder. WordOfPair makes floats of them.
-///
-///     s eeee mmm  ->  s | 56 + eee ,  e mmm 0000        the exponent 112 + eeee, so divided by 256
-///     s 0000 mmm  ->  both by tables of mmm             where one of 64 codes is so small (below 2^-6)
-///
-/// Bytes are shifted right by multiplications, which have ports that shuffles do not (Zen 3). Masks are
-/// operands in memory: GCC 12 gave them registers, and the sums none.
-FMOE_INLINE void DecodeE4m3Rows(const uint8_t* p, Ints (*out)[2]) {
-  const auto table = [](__m128i x) FMOE_FLAT { return _mm256_broadcastsi128_si256(x); };
-  const Ints upper_of = table(_mm_setr_epi8(56, 57, 58, 59, 60, 61, 62, 63, (char)184, (char)185, (char)186,
-                                            (char)187, (char)188, (char)189, (char)190, (char)191));
-  const Ints x[2] = {LoadInts(p), LoadInts(p + 32)};
-  Ints upper[2], lower[2];
-  Unroll<2>([&](int pair) FMOE_FLAT {
-    const Ints high = _mm256_mulhi_epu16(x[pair], _mm256_set1_epi16(0x1000));
-    upper[pair] = _mm256_shuffle_epi8(upper_of, AndBytesOf<0x0f0f0f0f>(high));
-    lower[pair] = AndBytesOf<0xf0f0f0f0>(_mm256_slli_epi16(x[pair], 4));
-  });
-  const Ints exponents = _mm256_min_epu8(AndBytesOf<0x78787878>(x[0]), AndBytesOf<0x78787878>(x[1]));
-  if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi8(exponents, IntZero())) != 0, 0)) {
-    // Codes below 0x10 look up what differs, others have the highest bit of their index set.
-    const Ints in_upper = table(_mm_setr_epi8(0x38, 0xf, 0xf, 0xf, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-    const Ints in_lower =
-        table(_mm_setr_epi8(0, 0x10, (char)0xa0, (char)0xf0, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
-    Unroll<2>([&](int pair) FMOE_FLAT {
-      const Ints index =
-          _mm256_add_epi8(_mm256_and_si256(x[pair], _mm256_set1_epi8(0x7f)), _mm256_set1_epi8(0x70));
-      upper[pair] = IntXor(upper[pair], _mm256_shuffle_epi8(in_upper, index));
-      lower[pair] = IntXor(lower[pair], _mm256_shuffle_epi8(in_lower, index));
-    });
-  }
-  Unroll<2>([&](int pair) FMOE_FLAT {
-    out[pair][0] = _mm256_unpacklo_epi8(lower[pair], upper[pair]);
-    out[pair][1] = _mm256_unpackhi_epi8(lower[pair], upper[pair]);
-  });
-}
-template <int kWord>
-FMOE_INLINE Floats WordOfPair(Ints pair) {
-  return FromBits(kWord == 0 ? _mm256_slli_epi32(pair, 16) : AndBytesOf<0xffff0000>(pair));
-}
-/// Rows 0-7 and 8-15 of what was multiplied with DecodeE4m3Rows.
-FMOE_INLINE void RowsInOrder(Floats& first, Floats& second) {
-  const Floats low = _mm256_permute2f128_ps(first, second, 0x20);
-  second = _mm256_permute2f128_ps(first, second, 0x31);
-  first = low;
 }
 FMOE_INLINE void DecodeE5m2(const uint8_t* p, int half, Floats* out) {
   const Ints x = LoadPairWords(p, half);

@@ -18,7 +18,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
-constexpr bool kHasRowDecode = false;  // DecodeE4m3Rows
+constexpr bool kAsksBesideBytes = false;  // AsksByVectors
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {
@@ -280,13 +280,6 @@ FMOE_INLINE Ints EvenBytes(Ints x) {
 FMOE_INLINE Ints OddBytes(Ints x) {
   return _mm512_srli_epi16(x, 8);
 }
-/// Registers hold whole stripes here: nothing to do by halves (simd_avx2_isa.hpp).
-FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Ints (*)[2]) {}
-template <int kWord>
-FMOE_INLINE Floats WordOfPair(Ints pair) {
-  return FromBits(pair);
-}
-FMOE_INLINE void RowsInOrder(Floats&, Floats&) {}
 /// Sums of four bytes each, of values.
 FMOE_INLINE Ints SumsOfFours(Ints x) {
   return MultiplyAddWords(MultiplyAddPairs(IntSet(0x01010101), x), 1);

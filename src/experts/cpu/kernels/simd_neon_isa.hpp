@@ -21,7 +21,7 @@ constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = true;
 /// sdot takes weights for signed: those of 8 bits come to it less 128 (integer_units_isa.hpp).
-constexpr bool kHasRowDecode = false;  // DecodeE4m3Rows
+constexpr bool kAsksBesideBytes = false;  // AsksByVectors
 constexpr bool kSignedWeights = true;
 
 FMOE_INLINE uint8x16_t BytesOf(int32x4_t x) {
@@ -341,12 +341,6 @@ FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t) {
   return a;
 }
 FMOE_INLINE void InPlace(Ints&) {}
-FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Ints (*)[2]) {}
-template <int kWord>
-FMOE_INLINE Floats WordOfPair(Ints pair) {
-  return FromBits(pair);
-}
-FMOE_INLINE void RowsInOrder(Floats&, Floats&) {}
 
 /// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
 FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {

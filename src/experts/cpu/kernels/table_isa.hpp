@@ -3,6 +3,8 @@
 #include "experts/cpu/kernels/dot_isa.hpp"
 #if defined(__AVX512BW__)
 #include "experts/cpu/kernels/dot_staged_isa.hpp"
+#elif defined(__AVX2__)
+#include "experts/cpu/kernels/dot_raised_avx2_isa.hpp"
 #endif
 #include "experts/cpu/kernels/epilogue_isa.hpp"
 #include "experts/cpu/kernels/integer_table_isa.hpp"
@@ -42,6 +44,12 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetStagedDots<kWeightE4m3Stripe>(table);
   SetStagedDots<kWeightMxfp8>(table);
   SetStagedDots<kWeightE5m2>(table);
+#elif defined(__AVX2__)
+  SetRaisedDots<kWeightE4m3>(table);
+  SetRaisedDots<kWeightE4m3Scaled>(table);
+  SetRaisedDots<kWeightE4m3Stripe>(table);
+  SetRaisedDots<kWeightMxfp8>(table);
+  table.pack[kTileRaised] = &PackRaised;
 #endif
   SetIntegers(table);
   table.pack[kTileF32] = &PackF32;

@@ -50,6 +50,7 @@ enum WeightKernel : int {
 /// How a tile holds its activations.
 enum TileKind : int {
   kTileF32,       ///< fp32 as they are: for weights that become fp32
+  kTileRaised,    ///< fp32 times a power of two for each 64: for weights that are too small by as much
   kTileA24,       ///< three planes of int8, x = scale * (16384 h + 128 m + l): 22 bits, as good as fp32
   kTileA16,       ///< two planes of int8, x = scale * (128 h + l), a scale per 64: 15 bits
   kTileA8,        ///< one plane of int8, a scale per 64
@@ -99,12 +100,12 @@ constexpr int kNoSlabs = kBatchTiles + 1;
 
 /// Activations of up to kMaxHeight tokens in the order in which the kernels broadcast them:
 ///
-///   kTileF32   codes[k][token]                                          floats
+///   fp32       codes[k][token]                                          floats
 ///   16 bits    codes[k/2][plane][token]                                 2 k of one token in a 32-bit word
 ///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
 ///              correction[k/group of the weights][which][token]         see CorrectionOf
 ///                  kTileA24: which = 0 for the lower planes, 1 for the highest; else there is one
-///              scale[k/64][token], kTileA4 and kTileMx: scale[k/weight group][token]
+///   but kTileF32   scale[k/64][token], kTileA4 and kTileMx: scale[k/weight group][token]
 struct TileView {
   void* codes;
   int32_t* correction;
@@ -203,7 +204,11 @@ static constexpr bool IsWeightOnly(WeightKernel kernel) {
   return HasTwoLevels(kernel) || HasCodebook(kernel) || (IsPacked(kernel) && kernel != kWeightMxfp6);
 }
 
-/// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
+/// Tiles of fp32 (dot_float_isa.hpp).
+static constexpr bool IsFloatTile(TileKind kind) {
+  return kind == kTileF32 || kind == kTileRaised;
+}
+/// Tiles of two 16-bit floats a word.
 static constexpr bool IsPairTile(TileKind kind) {
   return kind == kTileBf16 || kind == kTileBf16Pair || kind == kTileF16;
 }
@@ -242,7 +247,7 @@ static constexpr int Planes(TileKind kind) {
 }
 /// Bytes of the codes of one value.
 static constexpr int TileCodeBytes(TileKind kind) {
-  return kind == kTileF32 ? 4 : (IsPairTile(kind) ? 2 : 1) * Planes(kind);
+  return IsFloatTile(kind) ? 4 : (IsPairTile(kind) ? 2 : 1) * Planes(kind);
 }
 /// Corrections of a token and group.
 static constexpr int Corrections(TileKind kind) {

@@ -1,0 +1,194 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/dot_float_isa.hpp"
+#include "experts/cpu/kernels/unit_scale_isa.hpp"
+
+/// Codes of e4m3 where fp32 has the same bits (kTileRaised), on cores of AMD: subnormal numbers cost those of
+/// Intel a hundred times as much as others.
+///
+///     s eeee mmm  ->  s 0000 eeee mmm 0 ... 0     2^-120 of the number, of subnormal ones as well
+///
+/// A conversion from f16 begins once a cycle there, and gives eight; this takes two to three operations of
+/// which four begin. Panels expect 2^-8 of the numbers, so the 2^112 in between stand beside the tile, as a
+/// scale of each unit: values of the tile are raised until the largest of 64 is about 2^112, and no product
+/// is subnormal. All factors are powers of two, so that sums have the bits of kTileF32.
+///
+/// Zen 3, weights in L2, one, two and four tokens: 24, 17 and 9 GB/s; by conversions ... .
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Where the bits go. A lane has two codes of one row, k and k + 1, and two of the next row: the odd k are
+/// the upper bytes of its words, the even ones those of what is shifted by a byte. The upper word comes to
+/// its place by a shift, the lower one by a product, which has a port that shifts do not have.
+struct E4m3Places {
+  Ints mask, factor;
+
+  /// In registers: loads are half of what two tokens wait for.
+  FMOE_INLINE E4m3Places Make() {
+    E4m3Places places = {IntSet((int)0x87f00000), IntSet(1 << 12)};
+    InPlace(places.mask);
+    InPlace(places.factor);
+    return places;
+  }
+  FMOE_INLINE Ints EvenBytesUp(Ints x) { return _mm256_slli_epi16(x, 8); }
+  template <int kWord>
+  __attribute__((always_inline)) Floats Upper(Ints x) const {
+    return FromBits(IntAnd(kWord == 0 ? MultiplyAddWordPairs(x, factor) : ShiftRightSigned<4>(x), mask));
+  }
+};
+
+struct RawUnit : F32Unit {
+  static constexpr bool kHasShortUnit = true;
+
+  template <WeightKernel kWeight>
+  FMOE_INLINE void Decode(const uint8_t* vector, int half, Word* out) {
+    const E4m3Places places = E4m3Places::Make();
+    Unroll<2>([&](int pair) FMOE_FLAT {
+      const __m128i words = _mm_loadu_si128((const __m128i*)(vector + 32 * pair + 16 * half));
+      const Ints odd = _mm256_cvtepu16_epi32(words);
+      out[2 * pair] = places.Upper<0>(E4m3Places::EvenBytesUp(odd));
+      out[2 * pair + 1] = places.Upper<0>(odd);
+    });
+  }
+
+  template <WeightKernel kWeight, int kHeight>
+  FMOE_INLINE void ShortUnit(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead,
+                             const int32_t* words, const float* scales, Floats (*totals)[kHeight]) {
+    constexpr int kAtOnce = kHeight < 2 ? kHeight : 2;
+    Unroll<kHeight / kAtOnce>([&](auto pass) FMOE_FLAT {
+      AddTokens<kWeight, kHeight, decltype(pass)() * kAtOnce, kAtOnce>(unit, group_scales, ahead, words,
+                                                                       scales, totals);
+    });
+  }
+
+ private:
+  /// Rows 0, 2, ..., 14 and 1, 3, ..., 15 to rows 0-7 and 8-15.
+  FMOE_INLINE void RowsInOrder(Floats& first, Floats& second) {
+    const Floats low = _mm256_unpacklo_ps(first, second), high = _mm256_unpackhi_ps(first, second);
+    first = _mm256_permute2f128_ps(low, high, 0x20);
+    second = _mm256_permute2f128_ps(low, high, 0x31);
+  }
+
+  /// kTokens of a tile from kFirst on: one or two, whose eight sums sixteen registers hold and an addition
+  /// waits for, beside a word of the rows at a time. The additions of ShortUnits in their order.
+  template <WeightKernel kWeight, int kHeight, int kFirst, int kTokens>
+  FMOE_INLINE void AddTokens(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead,
+                             const int32_t* words, const float* scales, Floats (*totals)[kHeight]) {
+    using Panel = FloatPanel<kWeight, RawUnit>;
+    constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
+    const E4m3Places places = E4m3Places::Make();
+    Floats scaled[2][kTokens];
+    Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
+      Floats sums[2][kTokens][2];  // of even and of odd rows
+      Unroll<4 * kTokens>([&](int i) FMOE_FLAT { (&sums[0][0][0])[i] = Zero(); });
+      for (int v = 0; v < kGroupVectors; ++v, unit += 64, words += 4 * kHeight) {
+        if constexpr (kFirst == 0) {
+          PrefetchBeside(unit + ahead, sums[0][0][0]);
+        }
+        Unroll<4>([&](auto step) FMOE_FLAT {
+          constexpr int kPair = decltype(step)() / 2, kByte = 1 - decltype(step)() % 2;
+          constexpr int kWord = 2 * kPair + kByte;
+          const Ints odd = LoadInts(unit + 32 * kPair);
+          const Ints codes = kByte == 1 ? odd : E4m3Places::EvenBytesUp(odd);
+          const Floats weights[2] = {places.Upper<0>(codes), places.Upper<1>(codes)};
+          DotWord<kTileRaised, 2, kTokens, kHeight>(kWord, weights, words + kWord * kHeight + kFirst, sums);
+          Unroll<2 * kTokens>([&](int i) FMOE_FLAT { InPlace(sums[i / kTokens][i % kTokens][kByte]); });
+        });
+      }
+      Unroll<kTokens>([&](int t) FMOE_FLAT {
+        Floats of_group[2];
+        Unroll<2>([&](int i) FMOE_FLAT { of_group[i] = Finish(sums[i][t][0], sums[i][t][1]); });
+        RowsInOrder(of_group[0], of_group[1]);
+        Unroll<2>([&](int half) FMOE_FLAT {
+          Floats& so_far = scaled[half][t];
+          so_far = Panel::AddGroup(of_group[half], group_scales, group, half, so_far);
+          if constexpr (group + 1 < Panel::kGroups && kTokens == 2) {
+            asm("" : "+m"(so_far));  // waits in memory: else GCC 12 keeps one of the eight sums there
+          }
+        });
+      });
+    });
+    Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+      const int half = i / kTokens, token = i % kTokens;
+      Floats& total = totals[half][kFirst + token];
+      total = AddUnit<kTileRaised>(total, scaled[half][token], scales + kFirst + token);
+    });
+  }
+};
+template <>
+struct FloatUnit<kTileRaised> {
+  using Type = RawUnit;
+};
+
+/// Subnormal numbers count while it lives, also in programs that have them taken for zeros (DAZ and FTZ of
+/// MXCSR), as libraries built with -ffast-math do: weights below 2^-6 would be lost.
+class SubnormalsCount {
+ public:
+  FMOE_FLAT SubnormalsCount() : before_(_mm_getcsr()) {
+    if ((before_ & kTakesForZero) != 0) {
+      _mm_setcsr(before_ & ~kTakesForZero);
+    }
+  }
+  FMOE_FLAT ~SubnormalsCount() {
+    if ((before_ & kTakesForZero) != 0) {
+      _mm_setcsr(before_);
+    }
+  }
+
+ private:
+  static constexpr unsigned kTakesForZero = _MM_DENORMALS_ZERO_ON | _MM_FLUSH_ZERO_ON;
+  unsigned before_;
+};
+
+template <WeightKernel kWeight, int kHeight>
+void RaisedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+               float* out) {
+  const SubnormalsCount subnormals;
+  FloatStripes<kWeight, kTileRaised, kHeight, false>(stripes, num_stripes, blocks, tile, out);
+}
+
+template <WeightKernel kWeight>
+void RaisedDotTall(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                   float* out) {
+  const SubnormalsCount subnormals;
+  FloatDotTall<kWeight, kTileRaised>(stripes, num_stripes, blocks, tile, out);
+}
+
+template <WeightKernel kWeight>
+void RaisedBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stripe_stride, int64_t blocks,
+                 const TileView* tiles, int64_t num_tiles, float* out) {
+  const SubnormalsCount subnormals;
+  FloatBatch<kWeight, kTileRaised>(stripes, num_stripes, stripe_stride, blocks, tiles, num_tiles, out);
+}
+
+template <WeightKernel kWeight>
+constexpr void SetRaisedDots(KernelTable& table) {
+  table.dot[kWeight][kTileRaised][0] = &RaisedDot<kWeight, 1>;
+  table.dot[kWeight][kTileRaised][1] = &RaisedDot<kWeight, 2>;
+  table.dot[kWeight][kTileRaised][2] = &RaisedDot<kWeight, 4>;
+  table.dot[kWeight][kTileRaised][3] = &RaisedDotTall<kWeight>;
+  table.batch[kWeight][kTileRaised] = &RaisedBatch<kWeight>;
+}
+
+/// To 2^112 and below: sums of 64 products with 480 * 2^-120 end at 2^8, and the scale of the largest values
+/// of fp32 is 2^127. Below 2^-15 the factor has its own end; 2^-126 then meets the smallest weight as 2^-128.
+void PackRaised(const PackArguments* a) {
+  constexpr uint32_t kExponents = 112 + 127, kLargestFactor = 254;
+  float* out = (float*)a->tile.codes;
+  for (int64_t unit = 0; unit < a->units; ++unit, out += 64) {
+    Floats x[kUnitVectors];
+    Unroll<kUnitVectors>([&](int v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
+    // Infinity and NaN stay what they are by any factor: those of the largest number.
+    const uint32_t largest = LargestBits(x) >> 23, exponent = largest < 254 ? largest : 254;
+    const uint32_t factor =
+        kExponents + 127 - exponent < kLargestFactor ? kExponents + 127 - exponent : kLargestFactor;
+    Unroll<kUnitVectors>(
+        [&](int v) FMOE_FLAT { Store(out + v * kLanes, Multiply(x[v], Set(FloatOfBits(factor << 23)))); });
+    a->tile.scale[unit] = FloatOfBits((kExponents + 127 - factor) << 23);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS
