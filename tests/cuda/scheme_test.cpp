@@ -319,6 +319,13 @@ TEST(CudaOffsets, GateAndUpOfFewerBits_WithinTheBound) {
   CheckStored("int8_w8a16:g32", StoredWithMinima(4, 64), {}, "int4_g32_offset");
   CheckStored("int8_w8a16:g16", StoredAroundCenter(3, 16), {}, "int4_g16_offset");
   CheckStored("int8_w8a16:g16", StoredAroundCenter(3, 16), q6_k, "int4_g16_offset");
+  StoredIntegers iq4 = StoredAroundCenter(4, 32);
+  iq4.center = 128;
+  iq4.codebook = Codebook::kIq4;
+  CheckStored("int8_w8a16:g32", iq4, StoredWithMinima(5, 32), "iq4");
+  StoredIntegers without_minima = q6_k;
+  without_minima.center = 128;
+  CheckStored("int8_w8a16:g16", iq4, without_minima, "iq4");
 }
 
 /// Layers of one type of GGUF that a scheme has as bytes.
