@@ -3,8 +3,8 @@
 // router.
 //   mode_bench [--shape NAME,..] [--scheme NAME,..] [--m 8,16,..] [--rest MS]
 // A scheme may be a type of GGUF (stored_types.hpp), or two, GATE_UP+DOWN: integers whose layer is of the
-// second, and whose gate and up were stored as the first ("int4_w4a16:g32+q6_k", Q4_K beside Q6_K). Ends with
-// the largest loss of a choice.
+// second, and whose gate and up were stored as the first ("int4_w4a16:g32+q6_k", Q4_K beside Q6_K;
+// "iq4+int8_w8a16:g32", IQ4 beside Q5_K). Ends with the largest loss of a choice.
 #include <memory>
 #include <string>
 
@@ -136,9 +136,11 @@ double Run(const BenchModel& model, const std::string& scheme_name, const Wishes
     problem.scheme.weight.zero_point_dtype = DType::kF32;
     problem.weights_have_zero_points = true;
     problem.down_stored.center = 32;
-    problem.gate_up_stored.bits = DTypeBits(gate_up->weight.element);
-    problem.gate_up_stored.group = gate_up->weight.block.col;
-    problem.gate_up_stored.zero_points = true;
+    if (problem.gate_up_stored.bits == 0) {
+      problem.gate_up_stored.bits = DTypeBits(gate_up->weight.element);
+      problem.gate_up_stored.group = gate_up->weight.block.col;
+      problem.gate_up_stored.zero_points = true;
+    }
   }
   const CudaPlan plan = MakeCudaPlan(problem, HostMachine());
   const int64_t bytes = DeviceWeightBytes(plan);

@@ -11,6 +11,8 @@
 #include "checkpoint/gguf_types.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/cpu_weights.hpp"
+#include "experts/cuda/cuda_plan.hpp"
+#include "weights/fragment_stager.hpp"
 #include "weights/narrow.hpp"
 #include "weights/panel.hpp"
 
@@ -124,6 +126,38 @@ TEST(GgufMixedTypes, TypesOfEachGemm_HavePanelsOfTheirOwn) {
     }
     EXPECT_EQ(bytes * 8 / static_cast<double>(kGgufExperts * kGgufHidden * kGgufInner), bits);
     ExpectOutput(OutputOf(mixed, "CPU_FUSED"), OutputOf(mixed, "REFERENCE"));
+  }
+}
+
+// On cards each GEMM has a fragment format of its own.
+TEST(GgufMixedTypes, TypesOfEachGemm_HaveFragmentsOfTheirOwn) {
+  Machine hopper;
+  hopper.cuda = CudaDevice{.name = "Some Hopper", .compute_major = 9, .compute_minor = 0};
+  const TemporaryDirectory folder;
+  for (const auto& [inputs, outputs, gate_up, down] :
+       {std::tuple("Q4_K", "Q6_K", FragmentFormat::kInt4Offset32, FragmentFormat::kInt6),
+        std::tuple("IQ4_XS", "Q5_K", FragmentFormat::kIq4, FragmentFormat::kInt8Offset32),
+        std::tuple("IQ4_NL", "Q5_K", FragmentFormat::kIq4, FragmentFormat::kInt8Offset32),
+        std::tuple("IQ4_XS", "Q6_K", FragmentFormat::kIq4, FragmentFormat::kInt6)}) {
+    SCOPED_TRACE(fmt::format("{} and {}", inputs, outputs));
+    folder.Write("a.gguf", ModelOf(TypeNamed(inputs), TypeNamed(outputs)).Bytes());
+    const auto checkpoint = *Checkpoint::Open((folder.path() / "a.gguf").string(), CheckpointOptions());
+    MoeProblem problem = ProblemOf(*checkpoint);
+    problem.device = "cuda";
+    const cuda::CudaPlan plan = cuda::MakeCudaPlan(problem, hopper);
+    EXPECT_EQ(plan.spec.gate_up_format(), gate_up) << plan.spec.ToString();
+    EXPECT_EQ(plan.spec.format, down) << plan.spec.ToString();
+    CanonicalExpert expert = *checkpoint->Experts(0)->load(0);
+    for (const auto& [matrix, narrow] :
+         {std::pair(&expert.gate, plan.narrow_gate_up), std::pair(&expert.up, plan.narrow_gate_up),
+          std::pair(&expert.down, plan.narrow_down)}) {
+      if (narrow) {
+        matrix->stored = WithoutLevels(matrix->stored);
+        ASSERT_TRUE(NarrowInPlace("a matrix", *matrix).ok());
+      }
+    }
+    const auto stager = FragmentStager::Create(expert, plan.spec);
+    EXPECT_TRUE(stager.ok()) << stager.status().ToString();
   }
 }
 

@@ -20,6 +20,7 @@
 
 #include "conformance/drawn_case.hpp"
 #include "conformance/expected_output.hpp"
+#include "conformance/faults.hpp"
 #include "numerics/rows.hpp"
 #include "oracle/host_table.hpp"
 #include "support/allocations.hpp"
@@ -162,43 +163,7 @@ INSTANTIATE_TEST_SUITE_P(Table, EveryBackend,
                                                  std::get<1>(instance.param));
                          });
 
-// What the sweep is there to find: faults in the second GEMM of the expert that the first slot goes to.
-using Fault = void (*)(CanonicalMatrix& matrix);
-
-Tensor Copy(const Tensor& tensor) {
-  Tensor copy = *Tensor::Allocate(tensor.dtype(), tensor.shape());
-  std::memcpy(copy.mutable_view().data(), tensor.view().data(),
-              static_cast<size_t>(tensor.view().total_bytes()));
-  return copy;
-}
-
-void ChangeOneCode(CanonicalMatrix& matrix) {
-  const DType dtype = matrix.format.element;
-  matrix.codes = Copy(matrix.codes);
-  std::byte* row = matrix.codes.mutable_view().data();
-  StoreCode(dtype, row, 0, LoadCode(dtype, row, 0) ^ (1U << (DTypeBits(dtype) - 2)));
-}
-
-void DoubleOneScale(CanonicalMatrix& matrix) {
-  Tensor& scale = matrix.block_scale.empty() ? matrix.channel_scale : matrix.block_scale;
-  if (scale.empty()) {
-    return;
-  }
-  scale = Copy(scale);
-  std::byte* first = scale.mutable_view().data();
-  float value = 0;
-  DecodeRow(scale.dtype(), first, 0, 1, &value);
-  value = value > 200.0F ? value / 2 : value * 2;  // e4m3 ends at 448
-  EncodeRow(scale.dtype(), &value, 1, first);
-}
-
-void ForgetBias(CanonicalMatrix& matrix) {
-  if (!matrix.bias.empty()) {
-    matrix.bias = Copy(matrix.bias);
-    std::memset(matrix.bias.mutable_view().data(), 0, static_cast<size_t>(matrix.bias.view().total_bytes()));
-  }
-}
-
+// What it is there to find.
 class Sweep : public testing::TestWithParam<std::string> {};
 
 TEST_P(Sweep, FindsEveryFaultThatChangesTheOutput) {
@@ -214,25 +179,14 @@ TEST_P(Sweep, FindsEveryFaultThatChangesTheOutput) {
     ASSERT_NE(layer, nullptr);
     const ExpectedOutput expected = Evaluate(drawn, batch, layer->plan());
     const auto right = RunRows(*layer, batch, 0, drawn.tokens, 1);
-    for (const Fault fault : {&ChangeOneCode, &DoubleOneScale, &ForgetBias}) {
-      DrawnCase damaged = drawn;
-      damaged.source.load = [&](int64_t index) -> Result<CanonicalExpert> {
-        CanonicalExpert expert = *drawn.source.load(index);
-        if (index == batch.routing.ids[0]) {
-          fault(expert.down);
-        }
-        return expert;
-      };
-      const auto wrong = RunRows(*Make(damaged, options), batch, 0, drawn.tokens, 1);
+    for (const Fault& fault : Faults()) {
+      const auto wrong = RunRows(*Make(Damaged(drawn, batch, fault), options), batch, 0, drawn.tokens, 1);
       if (!test::SameBits(wrong, right)) {
-        EXPECT_GT(expected.Excess(wrong), 1.0);
+        EXPECT_GT(expected.Excess(wrong), 1.0) << fault.name;
         ++found;
       }
     }
-    auto lost = right;
-    const auto by_size = [](float a, float b) { return std::abs(a) < std::abs(b); };
-    const int64_t at = std::max_element(right.begin(), right.end(), by_size) - right.begin();
-    std::fill_n(lost.begin() + at / drawn.config.hidden * drawn.config.hidden, drawn.config.hidden, 0.0F);
+    const auto lost = WithoutLargestToken(right, drawn.config.hidden);
     EXPECT_GT(expected.Excess(lost), 1.0) << "a lost token";
   }
   EXPECT_GT(found, 0);

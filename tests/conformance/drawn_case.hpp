@@ -29,11 +29,7 @@ std::ostream& operator<<(std::ostream& stream, const DrawnCase& drawn);
 /// activation with its parameters, biases, zero points, activation order, smoothing, several batch sizes.
 DrawnCase Draw(const std::string& scheme, uint64_t seed);
 
-/// What goes through it.
-struct Batch {
-  Tensor hidden;
-  testing_support::RandomRouting routing;
-};
+using testing_support::Batch;
 
 /// Hidden states and routing from the seed of the problem; in one of three, slots that the caller leaves out.
 Batch MakeBatch(const DrawnCase& drawn);

@@ -48,8 +48,8 @@ struct Middle {
 
 class Evaluation {
  public:
-  Evaluation(const DrawnCase& drawn, const Batch& batch, const Plan& plan)
-      : drawn_(drawn), batch_(batch), config_(drawn.config), mode_(plan.activation) {
+  Evaluation(const DrawnCase& drawn, const Batch& batch, const Plan& plan, const Executor& executor)
+      : drawn_(drawn), batch_(batch), config_(drawn.config), executor_(executor), mode_(plan.activation) {
     if (mode_ != ActivationMode::kWeightOnly) {
       format_ = drawn.source.scheme.activation;
     }
@@ -63,6 +63,8 @@ class Evaluation {
     } else if (format_.quantized() &&
                (plan.intermediate_dtype == "BF16" || plan.intermediate_dtype == "F16")) {
       middle_in_ = plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16;
+    } else if (IsOnCard(plan) && !format_.quantized() && plan.input_dtype != "F32") {
+      input_in_ = plan.input_dtype == "F16" ? DType::kF16 : DType::kBF16;
     }
     for (int64_t expert = 0; expert < config_.num_experts; ++expert) {
       experts_.push_back(*drawn.source.load(expert));
@@ -74,21 +76,22 @@ class Evaluation {
     const auto count = static_cast<size_t>(drawn_.tokens * config_.hidden);
     output_ = {std::vector<double>(count), std::vector<double>(count), std::vector<double>(count),
                std::vector<double>(count)};
-    const int64_t slots = drawn_.tokens * config_.top_k();
-    std::vector<Middle> middles(static_cast<size_t>(slots));
+    std::vector<Middle> middles(static_cast<size_t>(drawn_.tokens * config_.top_k()));
     const float input_scale = InputScale();
     float least = 0, nominal = 0, largest = 0;
     for (size_t expert = 0; expert < experts_.size(); ++expert) {
       const Weights gate(experts_[expert].gate, held_in_), up(experts_[expert].up, held_in_);
-      for (int64_t slot = 0; slot < slots; ++slot) {
-        if (batch_.routing.ids[static_cast<size_t>(slot)] == static_cast<int32_t>(expert)) {
-          Middle& middle = middles[static_cast<size_t>(slot)];
-          middle = GateUp(gate, up, slot, input_scale);
-          least = std::max(least, static_cast<float>(middle.least));
-          nominal = std::max(nominal, RowFiniteAmax(middle.values.data(), config_.intermediate));
-          largest = std::max(largest, static_cast<float>(middle.largest));
-        }
-      }
+      const auto slots = SlotsOf(expert);
+      ParallelFor(executor_, static_cast<int64_t>(slots.size()), [&](int64_t index) {
+        const int64_t slot = slots[static_cast<size_t>(index)];
+        middles[static_cast<size_t>(slot)] = GateUp(gate, up, slot, input_scale);
+      });
+    }
+    for (const Middle& middle : middles) {  // none of slots that the caller leaves out
+      least = std::max(least, static_cast<float>(middle.least));
+      nominal =
+          std::max(nominal, RowFiniteAmax(middle.values.data(), static_cast<int64_t>(middle.values.size())));
+      largest = std::max(largest, static_cast<float>(middle.largest));
     }
     std::vector<float> scales = {1.0F};
     if (NeedsDynamicTensorScale(format_)) {
@@ -102,11 +105,11 @@ class Evaluation {
       if (format_.static_tensor_scale) {
         scales = {down.matrix.input_tensor_scale.value_or(1.0F)};
       }
-      for (int64_t slot = 0; slot < slots; ++slot) {
-        if (batch_.routing.ids[static_cast<size_t>(slot)] == static_cast<int32_t>(expert)) {
-          Down(down, slot, middles[static_cast<size_t>(slot)], scales);
-        }
-      }
+      const auto slots = SlotsOf(expert);  // of as many tokens
+      ParallelFor(executor_, static_cast<int64_t>(slots.size()), [&](int64_t index) {
+        const int64_t slot = slots[static_cast<size_t>(index)];
+        Down(down, slot, middles[static_cast<size_t>(slot)], scales);
+      });
     }
     for (auto* roots : {&output_.deviation, &output_.contested_square}) {
       std::transform(roots->begin(), roots->end(), roots->begin(), [](double sum) { return std::sqrt(sum); });
@@ -115,6 +118,16 @@ class Evaluation {
   }
 
  private:
+  std::vector<int64_t> SlotsOf(size_t expert) const {
+    std::vector<int64_t> slots;
+    for (size_t slot = 0; slot < batch_.routing.ids.size(); ++slot) {
+      if (batch_.routing.ids[slot] == static_cast<int32_t>(expert)) {
+        slots.push_back(static_cast<int64_t>(slot));
+      }
+    }
+    return slots;
+  }
+
   /// The rules of backends that keep one stored input scale: for all experts, or for gate and up of each.
   void ShareInputScales() {
     float input = 0, middle = 0;
@@ -180,6 +193,9 @@ class Evaluation {
     const CanonicalMatrix& matrix = weights.matrix;
     Smooth(matrix, row.data());
     Quantize(format_.static_tensor_scale ? matrix.input_tensor_scale.value_or(1.0F) : batch_scale, row);
+    if (input_in_) {
+      RoundRow(*input_in_, row.data(), matrix.cols);
+    }
     const Row deviations = Deviations(row, std::hypot(arithmetic_.sums, arithmetic_.input), arithmetic_.step,
                                       !matrix.group_index.empty());
     Sums sums{std::vector<double>(static_cast<size_t>(matrix.rows)),
@@ -216,11 +232,11 @@ class Evaluation {
                         std::abs(activate(g - by_gate, u - by_up) - value)) /
                kReach;
       };
-      const double by =
-          spread(kReach * gate.deviation[i], 0) + (gated ? spread(0, kReach * up.deviation[i]) : 0.0);
+      const double by = spread(kReach * std::hypot(gate.deviation[i], arithmetic_.argument * g), 0) +
+                        (gated ? spread(0, kReach * up.deviation[i]) : 0.0);
       // 1 + erf and 1 + tanh cancel in fp64, too.
       const double cancelled = 0x1p-52 * std::abs(g) * (gated ? std::abs(u) + 1 : 1);
-      middle.deviation[i] = std::hypot(by, arithmetic_.middle * value) + cancelled;
+      middle.deviation[i] = std::hypot(by, arithmetic_.middle * value, arithmetic_.least) + cancelled;
       middle.values[i] = static_cast<float>(value);
       if (held_in_) {
         RoundRow(*held_in_, &middle.values[i], 1);
@@ -283,7 +299,8 @@ class Evaluation {
       output_.values[at] += weight * sum;
       output_.deviation[at] +=
           Square(weight) * (VarianceOfDot(weights.row(index), deviations, scratch) +
-                            (Square(arithmetic_.sums) + Square(kUlp)) * (Square(bias) + Square(sum))) +
+                            (Square(arithmetic_.sums) + Square(kUlp)) * (Square(bias) + Square(sum)) +
+                            Square(arithmetic_.row * sum)) +
           Square(kUlp * output_.values[at]);  // of the sum over experts
       for (const size_t i : contested) {
         const double by = std::abs(weight * static_cast<double>(weights.row(index)[i])) * row.by[i];
@@ -296,11 +313,13 @@ class Evaluation {
   const DrawnCase& drawn_;
   const Batch& batch_;
   const MoeConfig& config_;
+  const Executor& executor_;
   ActivationMode mode_;
   ActivationFormat format_;
   Arithmetic arithmetic_;
   std::optional<DType> held_in_;    ///< weights, inputs of GEMMs and their results
   std::optional<DType> middle_in_;  ///< the values between the GEMMs alone
+  std::optional<DType> input_in_;   ///< inputs of the first GEMM alone
   std::vector<CanonicalExpert> experts_;
   ExpectedOutput output_;
 };
@@ -327,8 +346,9 @@ double ExpectedOutput::Excess(const std::vector<float>& actual) const {
   return difference > 0 ? std::max(excess, std::sqrt(difference / allowed_of_all)) : excess;
 }
 
-ExpectedOutput Evaluate(const DrawnCase& drawn, const Batch& batch, const Plan& plan) {
-  return Evaluation(drawn, batch, plan).Run();
+ExpectedOutput Evaluate(const DrawnCase& drawn, const Batch& batch, const Plan& plan,
+                        const Executor& executor) {
+  return Evaluation(drawn, batch, plan, executor).Run();
 }
 
 }  // namespace fusedmoe::conformance

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include <fusedmoe/executor.hpp>
 #include <fusedmoe/plan.hpp>
 
 #include "conformance/drawn_case.hpp"
@@ -25,6 +26,8 @@ struct ExpectedOutput {
   double Excess(const std::vector<float>& actual) const;
 };
 
-ExpectedOutput Evaluate(const DrawnCase& drawn, const Batch& batch, const Plan& plan);
+/// The same values on any executor.
+ExpectedOutput Evaluate(const DrawnCase& drawn, const Batch& batch, const Plan& plan,
+                        const Executor& executor = {});
 
 }  // namespace fusedmoe::conformance

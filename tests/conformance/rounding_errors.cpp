@@ -19,12 +19,35 @@ bool RoundsInput(const DrawnCase& drawn, const Plan& plan) {
   return to_bf16 && !exact;
 }
 
+/// What docs/accuracy.md derives of cards ("The sweep"). Sums over `columns`.
+Arithmetic ArithmeticOfCard(const Plan& plan, const ErrorBound& bound, int64_t columns) {
+  Arithmetic arithmetic;
+  // A step of the tensor cores adds 16 products and cuts the sum below its last bit.
+  const bool cut = plan.arithmetic.starts_with("tensor");
+  const double steps = cut ? static_cast<double>(columns) / 16 : 0.0;
+  arithmetic.sums =
+      std::hypot(std::hypot(bound.layout, 2 * kUlp), std::hypot(bound.accumulation, steps * kUlp / 2));
+  const bool f16 = plan.intermediate_dtype == "F16";
+  arithmetic.middle = plan.intermediate_dtype == "BF16" ? 0x1p-9 : f16 ? 0x1p-12 : 4 * kUlp;
+  arithmetic.least = f16 ? 0x1p-26 : 0.0;
+  arithmetic.argument = 2 * kUlp;
+  arithmetic.row = plan.rows_dtype == "BF16" ? 0x1p-9 : 0.0;
+  return arithmetic;
+}
+
 }  // namespace
+
+bool IsOnCard(const Plan& plan) {
+  return plan.backend == "CUDA_FUSED";
+}
 
 Arithmetic ArithmeticOf(const DrawnCase& drawn, const Plan& plan, bool quantized) {
   const MoeConfig& config = drawn.config;
   const ErrorBound bound =
       BoundOf(plan, drawn.source.scheme, drawn.dtype, config.hidden, config.intermediate);
+  if (IsOnCard(plan)) {
+    return ArithmeticOfCard(plan, bound, std::max(config.hidden, config.intermediate));
+  }
   Arithmetic arithmetic;
   arithmetic.sums = std::hypot(bound.layout, 2 * kUlp);  // scales and biases are in fp32 everywhere
   arithmetic.middle = 4 * kUlp;

@@ -23,7 +23,12 @@ struct Arithmetic {
   double input = 0;   ///< of an input, relative to itself
   double middle = 0;  ///< of a value between the GEMMs
   double step = 0;    ///< of a kernel's own integers, relative to the largest value of 64 columns
+  // Cards:
+  double argument = 0;  ///< of what an activation's exponential is given
+  double least = 0;     ///< of a value between the GEMMs, not relative: where its type ends
+  double row = 0;       ///< of an expert's output before those of a token are added up
 };
+bool IsOnCard(const Plan& plan);
 /// `quantized`: the plan follows a scheme that quantizes activations.
 Arithmetic ArithmeticOf(const DrawnCase& drawn, const Plan& plan, bool quantized);
 

@@ -12,11 +12,7 @@
 
 namespace fusedmoe {
 
-/// Tokens and where they go.
-struct Batch {
-  Tensor hidden;
-  testing_support::RandomRouting routing;
-};
+using testing_support::Batch;
 
 /// F32 output of the batch, whatever device the layer is on.
 inline std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch, const Workspace& workspace) {

@@ -127,6 +127,21 @@ TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
   expect(problem_of("int8_w8a16:g16", q3_k, q6_k), FragmentFormat::kInt4Offset16, FragmentFormat::kInt6);
   expect(problem_of("int8_w8a16:g16", q3_k, StoredWithMinima(5, 32)), FragmentFormat::kInt4Offset16,
          kBytes16);
+  StoredIntegers iq4 = StoredAroundCenter(4, 32);
+  iq4.center = 128;
+  iq4.codebook = Codebook::kIq4;
+  const CudaPlan indices =
+      expect(problem_of("int8_w8a16:g32", iq4, StoredWithMinima(5, 32)), FragmentFormat::kIq4, kBytes32);
+  EXPECT_TRUE(indices.narrow_gate_up && !indices.narrow_down);
+  MoeProblem without_minima = problem_of("int8_w8a16:g16", iq4, q6_k);
+  without_minima.weights_have_zero_points = false;
+  without_minima.scheme.weight.zero_point_dtype = DType::kU8;
+  without_minima.down_stored.center = 128;
+  const CudaPlan both = expect(without_minima, FragmentFormat::kIq4, FragmentFormat::kInt6);
+  EXPECT_TRUE(both.narrow_gate_up && both.narrow_down);
+  EXPECT_NEAR(static_cast<double>(DeviceWeightBytes(both)) / static_cast<double>(DeviceWeightBytes(wide)),
+              (2 * 4.5 + 7.0) / 30.0, 0.001);
+  EXPECT_EQ(FoldedScaleError(both, WeightsOf(without_minima)), std::sqrt(2.0) * 0x1p-9);
   // 5 and 7 bits a weight, two thirds of them gate and up, or 10.
   EXPECT_NEAR(static_cast<double>(DeviceWeightBytes(plan)) / static_cast<double>(DeviceWeightBytes(wide)),
               (2 * 5.0 + 7.0) / 30.0, 0.001);
@@ -138,8 +153,6 @@ TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
   expect(problem_of("int8_w8a16:g16", StoredWithMinima(5, 32)), std::nullopt, kBytes16);
   expect(problem_of("int8_w8a16:g16", StoredWithMinima(5, 32), q6_k), std::nullopt, kBytes16);
   expect(problem_of("int8_w8a16:g16", q4_k), std::nullopt, kBytes16);
-  StoredIntegers iq4 = q4_k;
-  iq4.codebook = Codebook::kIq4;
   expect(problem_of("int8_w8a16:g16", iq4), std::nullopt, kBytes16);
   expect(problem_of("int8_w8a16:g32", StoredAroundCenter(4, 32)), std::nullopt, kBytes32);
   MoeProblem smoothed = problem_of("int8_w8a16:g16", q4_k, q6_k);

@@ -115,7 +115,7 @@ TEST(DecodePlan, PairsOfFormats_WhatTheKernelReliesOnHolds) {
       }
     }
   }
-  EXPECT_EQ(pairs, 4);
+  EXPECT_EQ(pairs, 6);
 }
 
 TEST(DecodePlan, LayersInUse_FitUpTo64Tokens) {

@@ -38,4 +38,10 @@ struct RandomRouting {
 };
 RandomRouting MakeRandomRouting(int64_t num_tokens, int64_t top_k, int64_t num_experts, uint64_t seed);
 
+/// What goes through a layer: tokens and where they go.
+struct Batch {
+  Tensor hidden;
+  RandomRouting routing;
+};
+
 }  // namespace fusedmoe::testing_support

@@ -82,14 +82,14 @@ TEST(Fragment, Pieces_ArrangeToTheBlocksOfTheExpert) {
 }
 
 /// Gate and up in fewer bits than down: the blocks of two layers, one of either format.
-TEST(Fragment, TwoFormats_ArrangeToTheBlocksOfEach) {
+void ExpectBlocksOfEach(const StoredIntegers& stored, FragmentFormat gate_up_format) {
   const Case bytes{"int8_w8a16:g16", FragmentFormat::kInt8Offset16, true, DType::kF32, true};
   std::mt19937 generator(43);
   CanonicalExpert wide = RandomExpert(bytes, 384, 320, true, generator);
   for (CanonicalMatrix* matrix : {&wide.gate, &wide.up, &wide.down}) {
     matrix->format.block_scale_dtype = DType::kF32;
     matrix->block_scale = RandomFloats(DType::kF32, matrix->block_scale.shape(), generator, 0.01F, 0.02F);
-    testing_support::StoreAs(testing_support::StoredWithMinima(4, 32), *matrix);
+    testing_support::StoreAs(stored, *matrix);
   }
   CanonicalExpert four = wide, mixed = wide;
   for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
@@ -101,8 +101,8 @@ TEST(Fragment, TwoFormats_ArrangeToTheBlocksOfEach) {
   FragmentSpec both = *ChooseFragmentSpec(wide.up.format, true);
   Packed of_bytes = Allocate(both, 384, 320, true);
   ASSERT_TRUE(PackFragmentExpert(wide, both, of_bytes.view()).ok());
-  both.own_gate_up = FragmentFormat::kInt4Offset32;
-  ASSERT_EQ(*ChooseFragmentSpec(four.up.format, true), both.OfGateUp());
+  both.own_gate_up = gate_up_format;
+  ASSERT_EQ(*ChooseFragmentSpec(four.up.format, stored.zero_points), both.OfGateUp());
   Packed of_four = Allocate(both.OfGateUp(), 384, 320, true), packed = Allocate(both, 384, 320, true);
   ASSERT_TRUE(PackFragmentExpert(four, both.OfGateUp(), of_four.view()).ok());
   ASSERT_TRUE(PackFragmentExpert(mixed, both, packed.view()).ok());
@@ -131,6 +131,14 @@ TEST(Fragment, TwoFormats_ArrangeToTheBlocksOfEach) {
     EXPECT_EQ(gate_up, packed.gate_up) << most;
     EXPECT_EQ(down, packed.down) << most;
   }
+}
+
+TEST(Fragment, TwoFormats_ArrangeToTheBlocksOfEach) {
+  ExpectBlocksOfEach(testing_support::StoredWithMinima(4, 32), FragmentFormat::kInt4Offset32);
+  StoredIntegers iq4 = testing_support::StoredAroundCenter(4, 32);
+  iq4.center = 128;
+  iq4.codebook = Codebook::kIq4;
+  ExpectBlocksOfEach(iq4, FragmentFormat::kIq4);
 }
 
 /// Pieces of any size arrange to the same blocks.

@@ -31,8 +31,10 @@ struct DeviceLimits {
 #define FMOE_FRAGMENT_PAIRS(X)                             \
   X(kInt4Offset32, kInt6)         /* Q4_K and Q6_K */      \
   X(kInt4Offset16, kInt6)         /* Q3_K and Q6_K */      \
+  X(kIq4, kInt6)                  /* IQ4 and Q6_K */       \
   X(kInt4Offset32, kInt8Offset32) /* Q4_K and Q5_K; MLX */ \
-  X(kInt4Offset16, kInt8Offset16) /* Q3_K and Q5_K */
+  X(kInt4Offset16, kInt8Offset16) /* Q3_K and Q5_K */      \
+  X(kIq4, kInt8Offset32)          /* IQ4 and Q5_K */
 constexpr bool IsFragmentPair(FragmentFormat gate_up, FragmentFormat down) {
 #define FMOE_IS_PAIR(first, second)                                         \
   if (gate_up == FragmentFormat::first && down == FragmentFormat::second) { \
