@@ -113,8 +113,9 @@ Result<ReadProbe> ReadProbe::Create(const Executor& executor) {
   ParallelFor(executor, num_chunks,
               [&](int64_t chunk) { std::fill_n(data + chunk * kChunk, kChunk, std::byte{1}); });
   probe.sums_.resize(static_cast<size_t>(num_chunks));
-  // Whether to ask for lines is the machine's to say (FIXME), since
-  // a ceiling is the most that it can do. In turns, since other programs slow whole seconds.
+  // Whether to ask for lines is the machine's to say (one thread: Zen 3 22 GB/s without, 20 with; Sapphire
+  // Rapids 13 and 15.5), since a ceiling is the most that it can do. In turns, since other programs slow
+  // whole seconds.
   double best[2] = {};
   for (int turn = 0; turn < 6; ++turn) {
     probe.asks_ahead_ = turn % 2 == 1;

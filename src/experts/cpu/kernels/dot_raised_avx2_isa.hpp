@@ -53,6 +53,7 @@ struct RawUnit : F32Unit {
     });
   }
 
+  /// A unit with a short tile, two tokens at a time.
   template <WeightKernel kWeight, int kHeight>
   FMOE_INLINE void ShortUnit(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead,
                              const int32_t* words, const float* scales, Floats (*totals)[kHeight]) {
@@ -71,8 +72,8 @@ struct RawUnit : F32Unit {
     second = _mm256_permute2f128_ps(low, high, 0x31);
   }
 
-  /// kTokens of a tile from kFirst on: one or two, whose eight sums sixteen registers hold and an addition
-  /// waits for, beside a word of the rows at a time. The additions of ShortUnits in their order.
+  /// kTokens of a tile from kFirst on: one or two, whose four or eight sums stay in registers and are as many
+  /// as an addition waits for. A word of the rows at a time; the additions of ShortUnits in their order.
   template <WeightKernel kWeight, int kHeight, int kFirst, int kTokens>
   FMOE_INLINE void AddTokens(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead,
                              const int32_t* words, const float* scales, Floats (*totals)[kHeight]) {
