@@ -25,6 +25,13 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
+/// Whether one or two tokens meet both halves of the rows at a time, where a register holds one: weights of
+/// 16 and 32 bits, which leave registers for the sums.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+constexpr bool TakesHalves() {
+  return kHalves == 2 && kKind == kTileF32 && VectorK(kWeight) <= 2 && kHeight <= 2;
+}
+
 /// Whether lines that come later are asked for beside the vectors of a unit, as those of integers are
 /// (AsksBySteps), not all at the beginning of a block. Kernels alone on `vdpbf16ps`, weights from memory,
 /// share of a plain read (Zen 5): with two tokens INT4 g128 71 -> 98 %, g32 98 -> 100, NVFP4 96 -> 99, MXFP4
@@ -35,7 +42,7 @@ constexpr bool AsksByVectors() {
   constexpr bool kScaledBytes =
       kWeight == kWeightE4m3Scaled || kWeight == kWeightE4m3Stripe || kWeight == kWeightMxfp8;
   if (IsFloatTile(kKind)) {
-    return kAsksBesideBytes && VectorK(kWeight) == 4;
+    return kAsksBesideFloats && (VectorK(kWeight) == 4 || TakesHalves<kWeight, kKind, kHeight>());
   }
   return (kKind == kTileBf16 || kKind == kTileBf16Pair) && kHeight <= 2 &&
          (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
@@ -118,6 +125,38 @@ constexpr bool IsSideBySide() {
                                                 : VectorK(kWeight) == 8 && Panel::kGroups == 1);
 }
 
+/// Both halves of a unit with one or two tokens. One half after the other, additions wait for those before
+/// them, and memory for the second half (Zen 3, BF16, one and two tokens: from L2 48 and 36 GB/s, not 28 and
+/// 23).
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+FMOE_INLINE void ShortHalves(const uint8_t* unit, int64_t ahead, const int32_t* words,
+                             Floats (*totals)[kHeight]) {
+  using Unit = typename FloatUnit<kKind>::Type;
+  using Panel = FloatPanel<kWeight, Unit>;
+  constexpr int kStep = Panel::kVectorWords == 1 ? 2 : 1, kStepWords = kStep * Panel::kVectorWords;
+  Floats sums[2][kHeight][2];
+  Unroll<4 * kHeight>([&](int i) FMOE_FLAT { (&sums[0][0][0])[i] = Zero(); });
+  for (int v = 0; v < Panel::kVectors; v += kStep, unit += kStep * 64, words += kStepWords * kHeight) {
+    if constexpr (kAsksBesideFloats) {
+      Unroll<kStep>([&](int i) FMOE_FLAT { PrefetchBeside(unit + ahead + i * 64, sums[i][0][0]); });
+    }
+    Floats weights[2][kStepWords];
+    Unroll<2 * kStep>([&](int i) FMOE_FLAT {
+      const int half = i % 2, vector = i / 2;
+      Unit::template Decode<kWeight>(unit + vector * 64, half, weights[half] + vector * Panel::kVectorWords);
+    });
+    Unroll<kStepWords>([&](int word) FMOE_FLAT {
+      const Floats both[2] = {weights[0][word], weights[1][word]};
+      DotWord<kKind, 2, kHeight, kHeight>(word, both, words + word * kHeight, sums);
+      Unroll<2 * kHeight>([&](int i) FMOE_FLAT { InPlace(sums[i / kHeight][i % kHeight][word % 2]); });
+    });
+  }
+  Unroll<2 * kHeight>([&](int i) FMOE_FLAT {
+    const int half = i / kHeight, token = i % kHeight;
+    totals[half][token] = Add(totals[half][token], Unit::Finish(sums[half][token][0], sums[half][token][1]));
+  });
+}
+
 /// Short tiles: stripes one after the other.
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
@@ -147,6 +186,8 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
         if constexpr (Unit::kHasShortUnit) {
           Unit::template ShortUnit<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales,
                                                      ahead.near, words, scales, totals);
+        } else if constexpr (TakesHalves<kWeight, kKind, kHeight>()) {
+          ShortHalves<kWeight, kKind, kHeight>(stripes + unit * Panel::kUnitBytes, ahead.near, words, totals);
         } else {
           Unroll<kHalves>([&](int half) FMOE_FLAT {
             ShortUnits<kWeight, kKind, kHeight, kAtOnce, kTwice>(

@@ -18,7 +18,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
-constexpr bool kAsksBesideBytes = true;  // AsksByVectors
+constexpr bool kAsksBesideFloats = true;  // AsksByVectors
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {

@@ -18,7 +18,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
-constexpr bool kAsksBesideBytes = false;  // AsksByVectors
+constexpr bool kAsksBesideFloats = false;  // AsksByVectors
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {

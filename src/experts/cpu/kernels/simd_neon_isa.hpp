@@ -21,7 +21,7 @@ constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = true;
 /// sdot takes weights for signed: those of 8 bits come to it less 128 (integer_units_isa.hpp).
-constexpr bool kAsksBesideBytes = false;  // AsksByVectors
+constexpr bool kAsksBesideFloats = false;  // AsksByVectors
 constexpr bool kSignedWeights = true;
 
 FMOE_INLINE uint8x16_t BytesOf(int32x4_t x) {
