@@ -53,6 +53,31 @@ TEST(UpstreamQuirks, MarksInModelOptsNames_AreTakenAway) {
   EXPECT_TRUE(LoadEverything(mixed).ok()) << LoadEverything(mixed).ToString();
 }
 
+// AutoAWQ, GPTQModel, Quark and compressed-tensors refuse to write them; GPTQ's tools round the number of
+// groups up, and so the last one is shorter.
+TEST(UpstreamQuirks, GroupsThatDoNotDivideTheColumns_AreGptqsAlone) {
+  for (const char* format : {"awq", "ct_int4", "gptq", "autoround"}) {
+    SCOPED_TRACE(format);
+    TinyModel model(format);
+    auto& quantization = model.config["quantization_config"];
+    auto& group = quantization.contains("config_groups")
+                      ? quantization["config_groups"]["group_0"]["weights"]["group_size"]
+                      : quantization["group_size"];
+    ASSERT_EQ(group, 32);
+    group = 48;  // two groups for 64 columns, like 32
+    const bool reads = quantization["quant_method"] == "gptq" || quantization["quant_method"] == "auto-round";
+    const Status status = LoadEverything(model);
+    EXPECT_EQ(status.ok(), reads) << status.ToString();
+    if (!reads) {
+      EXPECT_EQ(status.code(), StatusCode::kBadInput);
+      EXPECT_FALSE(status.file().empty());
+      EXPECT_NE(status.tensor().find("experts.0.gate_proj"), std::string::npos) << status.ToString();
+      EXPECT_NE(status.ToString().find("group_size 48 does not divide the 64 columns"), std::string::npos)
+          << status.ToString();
+    }
+  }
+}
+
 // The router of PhiMoE is written for two: transformers 5 takes two of them whatever num_experts_per_tok is.
 TEST(UpstreamQuirks, PhiMoe_ChoosesTwoExperts) {
   TinyModel model("bf16");
