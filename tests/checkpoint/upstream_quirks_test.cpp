@@ -292,6 +292,29 @@ TEST(UpstreamQuirks, GroupsThatDoNotDivideTopK_AreRefused) {
   EXPECT_TRUE(odd.source.status().file().ends_with("config.json")) << odd.source.status().ToString();
 }
 
+// DeepSeek-V2 in transformers 5.23, with 'mlp_bias' and no shared experts: matrices without rows, and a bias
+// that each token gets.
+TEST(UpstreamQuirks, BiasOfSharedExpertsWithoutRows_IsRefusedUnlessZero) {
+  TinyModel model("bf16");
+  model.config["model_type"] = "deepseek_v2";
+  model.config["n_shared_experts"] = 0;
+  model.config["mlp_bias"] = true;
+  const std::string stem = "model.layers.0.mlp.shared_experts.";
+  for (const std::string name : {"gate_proj", "up_proj"}) {
+    model.tensors.push_back(Bf16(stem + name + ".weight", {0, kHidden}, 0.0F));
+    model.tensors.push_back(Bf16(stem + name + ".bias", {0}, 0.0F));
+  }
+  model.tensors.push_back(Bf16(stem + "down_proj.weight", {kHidden, 0}, 0.0F));
+  EXPECT_EQ(LoadEverything(model).message(), "");
+  const std::string bias = stem + "down_proj.bias";
+  model.tensors.push_back(Bf16(bias, {kHidden}, 0.0F));
+  const WrittenModel zero(model);
+  ASSERT_TRUE(zero.source.ok()) << zero.source.status().ToString();
+  EXPECT_FALSE(zero.checkpoint->SharedExperts(0)->has_value());
+  model.Find(bias) = Bf16(bias, {kHidden}, 0.5F);
+  ExpectRefused("a bias that counts", model, {StatusCode::kUnsupported, bias});
+}
+
 // Puzzle: what a block does not say, the other lists do.
 TEST(UpstreamQuirks, BlocksWithoutAType_LeaveItToTheModel) {
   const auto config = checkpoint::ModelConfig::Parse(
