@@ -160,10 +160,11 @@ Status CheckWholeGroups(const MatrixTensors& tensors, const LinearFormat& format
     return Status::Ok();
   }
   return tensors.store.Blame(
-      Status::BadInput(fmt::format("group_size {} does not divide the {} columns of the matrix", group,
-                                   tensors.cols))
-          .WithHint("quantize with a group_size that does, or leave these modules unquantized; tools that write "
-                    "this format do not write such groups, and vLLM does not read them"),
+      Status::BadInput(
+          fmt::format("group_size {} does not divide the {} columns of the matrix", group, tensors.cols))
+          .WithHint(
+              "quantize with a group_size that does, or leave these modules unquantized; tools that write "
+              "this format do not write such groups, and vLLM does not read them"),
       tensors.NameOf(format.scale));
 }
 
