@@ -38,12 +38,16 @@ struct BenchFlags {
 
 Result<std::vector<int64_t>> ParseTokens(const std::string& text) {
   std::vector<int64_t> tokens;
-  for (const std::string& word : SplitList(text)) {
+  FMOE_ASSIGN_OR_RETURN(const std::vector<std::string> words, SplitList("--tokens", text));
+  for (const std::string& word : words) {
     const bool digits = word.find_first_not_of("0123456789") == std::string::npos && word.size() < 8;
     if (!digits || word == "0") {
       return Status::Usage("--tokens takes counts from 1 to 9999999, such as 1,4,16; '" + word + "' is none");
     }
     tokens.push_back(std::stoll(word));
+  }
+  if (tokens.empty()) {
+    return Status::Usage("--tokens is empty; counts from 1 to 9999999, such as 1,4,16, are needed");
   }
   return tokens;
 }
@@ -65,8 +69,8 @@ Status TakeNames(const BenchFlags& flags, BenchOptions& options) {
   plan.backend = flags.backend;
   plan.activation = flags.activation;
   FMOE_ASSIGN_OR_RETURN(options.cpu_costs, ReadTune(flags.tune));
-  options.isas = SplitList(flags.isas);
-  options.modes = SplitList(flags.modes);
+  FMOE_ASSIGN_OR_RETURN(options.isas, SplitList("--isa", flags.isas));
+  FMOE_ASSIGN_OR_RETURN(options.modes, SplitList("--mode", flags.modes));
   FMOE_ASSIGN_OR_RETURN(const LayerOptions resolved, Resolve(plan));
   for (const std::string& isa : options.isas) {
     PlanFlags one = plan;
@@ -99,7 +103,7 @@ Result<BenchOptions> OptionsOf(const BenchFlags& flags) {
     FMOE_ASSIGN_OR_RETURN(Problem problem, ReadProblem(name));
     options.problems.push_back(std::move(problem));
   }
-  options.schemes = SplitList(flags.schemes);
+  FMOE_ASSIGN_OR_RETURN(options.schemes, SplitList("--scheme", flags.schemes));
   FMOE_ASSIGN_OR_RETURN(options.tokens, ParseTokens(flags.tokens));
   FMOE_RETURN_IF_ERROR(TakeNames(flags, options));
   options.num_experts = flags.experts;

@@ -25,7 +25,8 @@ Json ToJson(const Machine& machine) {
   Json json = {{"cpu", machine.cpu_name},
                {"isa", IsaNames(machine)},
                {"cores", machine.num_cores},
-               {"numa_nodes", machine.num_numa_nodes},
+               {"numa_nodes", std::max<size_t>(machine.memory_nodes.size(), 1)},
+               {"memory_nodes", machine.memory_nodes},
                {"l1d_bytes", machine.l1d_bytes},
                {"l2_bytes", machine.l2_bytes},
                {"l3_bytes", machine.l3_bytes},
@@ -66,6 +67,9 @@ std::string PlanText(const Plan& plan) {
   }
   if (!plan.recipe.empty()) {
     text += fmt::format("layout: {}\n", fmt::join(plan.recipe, ", "));
+  }
+  if (!plan.weight_nodes.empty()) {
+    text += fmt::format("weights: pages on memory nodes {} in turn\n", fmt::join(plan.weight_nodes, ", "));
   }
   if (plan.latent > 0) {
     text += fmt::format("latent experts: rows of {} between projections of {}\n", plan.latent,

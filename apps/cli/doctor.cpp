@@ -37,11 +37,11 @@ std::vector<std::string> Warnings(const Machine& machine, int threads, double re
         fmt::format("{} threads on {} usable cores: they take turns, and every phase waits for the last",
                     threads, machine.num_cores));
   }
-  if (machine.num_numa_nodes > 1) {
-    warnings.push_back(
-        fmt::format("{} memory nodes: bind the process to one (numactl) for the full bandwidth of its "
-                    "threads",
-                    machine.num_numa_nodes));
+  if (machine.memory_nodes.size() > 1) {
+    warnings.push_back(fmt::format(
+        "memory nodes {}: weights lie on them in turn, and every thread reads from all; a rank on "
+        "the processors of one (numactl --cpunodebind) reads from its own",
+        fmt::join(machine.memory_nodes, ", ")));
   }
   if (probed && read_gbps == 0) {
     warnings.push_back("the read bandwidth could not be measured: no memory for the probe");
@@ -122,7 +122,9 @@ Status Doctor(const DoctorOptions& options, Output& output) {
       {"isa", Join(IsaNames(machine))},
       {"cores", fmt::format("{}", machine.num_cores)},
       {"threads", fmt::format("{}", threads)},
-      {"numa nodes", fmt::format("{}", machine.num_numa_nodes)},
+      {"memory nodes", machine.memory_nodes.empty()
+                           ? "left to the system"
+                           : fmt::format("{}", fmt::join(machine.memory_nodes, ", "))},
       {"caches",
        fmt::format("L1d {}, L2 {}, L3 {}", BytesText(machine.l1d_bytes), BytesText(machine.l2_bytes),
                    machine.l3_bytes == 0 ? "unknown" : BytesText(machine.l3_bytes))},

@@ -1,7 +1,6 @@
 #include "explain_request.hpp"
 
 #include <charconv>
-#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -139,8 +138,8 @@ Result<ExplainRequest> SideOf(const ExplainFlags& flags, const AskedLayer& asked
   ExplainRequest side = question;
   ParallelSizes sizes = flags.parallel;
   bool sequence_parallel = flags.sequence_parallel;
-  std::istringstream words(text);
-  for (std::string word; std::getline(words, word, ',');) {
+  FMOE_ASSIGN_OR_RETURN(const std::vector<std::string> words, SplitList("--diff", text));
+  for (const std::string& word : words) {
     const size_t equals = word.find('=');
     const std::string name = word.substr(0, equals);
     const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);

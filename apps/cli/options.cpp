@@ -12,7 +12,6 @@
 #include <fstream>
 #include <memory>
 #include <set>
-#include <sstream>
 
 #include <fmt/format.h>
 
@@ -47,13 +46,16 @@ Status UnknownName(std::string_view what, std::string_view value, const std::vec
                        Join(names));
 }
 
-std::vector<std::string> SplitList(const std::string& text) {
+Result<std::vector<std::string>> SplitList(std::string_view option, const std::string& text) {
   std::vector<std::string> words;
-  std::istringstream in(text);
-  for (std::string word; std::getline(in, word, ',');) {
-    if (!word.empty()) {
-      words.push_back(word);
+  for (size_t begin = 0; !text.empty() && begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    if (end == begin) {
+      return Status::Usage(
+          fmt::format("{} '{}' has an empty entry; a comma stands between two", option, text));
     }
+    words.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
   }
   return words;
 }

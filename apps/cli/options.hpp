@@ -18,8 +18,8 @@ namespace fusedmoe::cli {
 /// Options that several commands share: each function adds them to a parser; names are resolved afterwards,
 /// so that an unknown one is a Status that lists what exists.
 
-/// The words of "a,b,c".
-std::vector<std::string> SplitList(const std::string& text);
+/// The words of "a,b,c" that `option` has; none of an empty text. kUsage for an empty one among them.
+Result<std::vector<std::string>> SplitList(std::string_view option, const std::string& text);
 
 /// A number from `least` to `most`. CLI::Range lets "nan" pass.
 CLI::Validator Between(double least, double most);

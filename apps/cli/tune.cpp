@@ -44,8 +44,8 @@ std::string ReportText(const CpuCosts& costs) {
 Status Tune(const TuneFlags& flags, Output& output) {
   FMOE_RETURN_IF_ERROR(CheckPlace(flags.out));
   TuneOptions options;
-  options.schemes = SplitList(flags.schemes);
-  options.isas = SplitList(flags.isas);
+  FMOE_ASSIGN_OR_RETURN(options.schemes, SplitList("--scheme", flags.schemes));
+  FMOE_ASSIGN_OR_RETURN(options.isas, SplitList("--isa", flags.isas));
   options.seconds_per_point = flags.seconds;
   options.progress = [&output](std::string_view line) { output.Log(line); };
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 /// Instruction-set levels of the CPU kernels, once, best last: enumerator, name (as --isa takes it), what it
 /// needs.
@@ -50,7 +51,9 @@ struct Machine {
   /// Bit static_cast<int>(Isa) where its instructions exist and the system saves their state.
   uint32_t isa_mask = 0;
   int num_cores = 1;  ///< usable by this process
-  int num_numa_nodes = 1;
+  /// Numbers of the memory nodes beside the cores of this process, where it leaves open which of them gives
+  /// it memory; empty: not told, or the process has a policy of its own (numactl).
+  std::vector<int> memory_nodes;
   int64_t l1d_bytes = 32 << 10;
   int64_t l2_bytes = 1 << 20;  ///< per core
   int64_t l3_bytes = 0;        ///< shared; 0: unknown

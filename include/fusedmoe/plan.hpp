@@ -102,12 +102,15 @@ struct Plan {
   int64_t workspace_bytes = 0;
   double layout_error = 0.0;  ///< relative change of the weights by steps with a loss, root mean square
   int64_t weight_bytes = 0;   ///< prepared weights of this rank
-  int64_t read_bytes = 0;     ///< weight bytes one forward of `tokens` is expected to read
-  int64_t flops = 0;          ///< of one forward of `tokens`, two per multiply-add
-  int64_t latent = 0;         ///< width of the experts' rows, behind projections; 0: they read hidden states
-  int64_t latent_bytes = 0;   ///< weights of the projections, which every forward reads
-  int64_t latent_flops = 0;   ///< of the projections, not counted in `flops`
-  int64_t tokens = 0;         ///< M that the costs are for (LayerOptions::plan_tokens)
+  /// Memory nodes over which their pages are spread in turn; empty: wherever threads touch them first, or the
+  /// process's own policy says.
+  std::vector<int> weight_nodes;
+  int64_t read_bytes = 0;    ///< weight bytes one forward of `tokens` is expected to read
+  int64_t flops = 0;         ///< of one forward of `tokens`, two per multiply-add
+  int64_t latent = 0;        ///< width of the experts' rows, behind projections; 0: they read hidden states
+  int64_t latent_bytes = 0;  ///< weights of the projections, which every forward reads
+  int64_t latent_flops = 0;  ///< of the projections, not counted in `flops`
+  int64_t tokens = 0;        ///< M that the costs are for (LayerOptions::plan_tokens)
   std::shared_ptr<const Plan> shared;  ///< plan of the shared expert, when there is one
 };
 

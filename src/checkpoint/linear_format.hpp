@@ -53,11 +53,12 @@ struct LinearFormat {
   bool twos_complement = false;      ///< packed integers are signed (Quark int4)
   int64_t stored_block_rows = 0;     ///< of a stored block, where it is more than weight.block.row
   int64_t stored_block_cols = 0;     ///< of a stored group, where it is several of weight.block.col
-  bool blocks_begin_at_up = false;   ///< of gate and up in one matrix: up has blocks of its own
-  bool planes = false;               ///< kGptq in bit planes: of 32 codes the low bits first (gptq_p)
-  bool codes_along_out = false;      ///< of [in, out] tensors: the nibbles of a byte are neighbouring outputs
-  bool scale_is_in_out = false;      ///< scale and zero points are [in / group, out]
-  bool negative_scales = false;      ///< the writer uses them (auto-round); elsewhere they are refused
+  bool whole_groups = false;  ///< the writers refuse columns that end inside of a group, and so do readers
+  bool blocks_begin_at_up = false;  ///< of gate and up in one matrix: up has blocks of its own
+  bool planes = false;              ///< kGptq in bit planes: of 32 codes the low bits first (gptq_p)
+  bool codes_along_out = false;     ///< of [in, out] tensors: the nibbles of a byte are neighbouring outputs
+  bool scale_is_in_out = false;     ///< scale and zero points are [in / group, out]
+  bool negative_scales = false;     ///< the writer uses them (auto-round); elsewhere they are refused
   bool input_scale_optional = false;  ///< a missing input scale makes the scheme weight-only
   bool quantized() const { return weight.quantized(); }
   /// Weight-only: of modules whose file has no scales of inputs.

@@ -68,6 +68,9 @@ std::string JsonText(const Plan& plan) {
   members.Integer("workspace_bytes", plan.workspace_bytes);
   members.Real("layout_error", plan.layout_error);
   members.Integer("weight_bytes", plan.weight_bytes);
+  if (!plan.weight_nodes.empty()) {
+    members.Add("weight_nodes", fmt::format("[{}]", fmt::join(plan.weight_nodes, ",")));
+  }
   members.Integer("read_bytes", plan.read_bytes);
   members.Integer("flops", plan.flops);
   members.Integer("tokens", plan.tokens);

@@ -56,6 +56,9 @@ std::string ToString(const Plan& plan) {
                       BytesText(plan.weight_bytes), BytesText(plan.workspace_bytes),
                       CountText(plan.tokens, "token"), BytesText(plan.read_bytes),
                       static_cast<double>(plan.flops) / 1e9);
+  if (!plan.weight_nodes.empty()) {
+    text += fmt::format("  weights: pages on memory nodes {} in turn\n", fmt::join(plan.weight_nodes, ", "));
+  }
   if (plan.latent > 0) {
     text += fmt::format(
         "  latent experts: rows of {}; the projections there and back read {} and take {:.3f} GFLOP\n",

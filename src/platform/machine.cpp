@@ -15,7 +15,7 @@ Machine Detect() {
   machine.cpu_name = CpuName();
   machine.isa_mask = HostIsaMask();
   machine.num_cores = topology.num_cores;
-  machine.num_numa_nodes = topology.num_numa_nodes;
+  machine.memory_nodes = topology.memory_nodes;
   if (topology.l1d_bytes > 0) {
     machine.l1d_bytes = topology.l1d_bytes;
   }

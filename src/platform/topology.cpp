@@ -4,18 +4,20 @@
 #include <charconv>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <set>
 #include <thread>
 
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace fusedmoe {
 namespace {
 
-constexpr int kMaxCpus = 4096;
+constexpr int kMaxNumber = 4096;  // of processors; of nodes Linux has 1024
 
 /// First line of a file, or nothing.
 std::string ReadLine(const std::string& path) {
@@ -119,10 +121,51 @@ void ReadCaches(const std::string& cpu_folder, Topology& topology, std::set<std:
   }
 }
 
+bool HasOneOf(const std::vector<int>& numbers, const std::vector<int>& wanted) {
+  return std::find_first_of(numbers.begin(), numbers.end(), wanted.begin(), wanted.end()) != numbers.end();
+}
+
+/// What the control groups of this process leave it of the memory nodes; nothing where the kernel does not
+/// say.
+std::optional<std::vector<int>> ReadAllowedNodes(const std::string& root) {
+  std::ifstream status(root + "/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    constexpr std::string_view kName = "Mems_allowed_list:";
+    if (line.starts_with(kName)) {
+      const size_t begin = line.find_first_not_of(" \t", kName.size());
+      return ParseNumberList(begin == std::string::npos ? std::string_view()
+                                                        : std::string_view(line).substr(begin));
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<int> ReadMemoryNodes(const std::string& root, const std::vector<int>& cpus) {
+  const std::string folder = root + "/sys/devices/system/node";
+  const std::optional<std::vector<int>> allowed = ReadAllowedNodes(root);
+  std::vector<int> nodes;
+  for (const int node : ParseNumberList(ReadLine(folder + "/has_memory"))) {
+    const std::string beside = ReadLine(folder + "/node" + std::to_string(node) + "/cpulist");
+    if ((!allowed || HasOneOf(*allowed, {node})) && HasOneOf(ParseNumberList(beside), cpus)) {
+      nodes.push_back(node);
+    }
+  }
+  return nodes;
+}
+
+#if defined(__linux__)
+/// Whether somebody said where the memory of this process is to come from: numactl, or the program itself.
+bool HasMemoryPolicy() {
+  constexpr int kDefault = 0;  // MPOL_DEFAULT; the header of libnuma is not needed for one number
+  int policy = kDefault;
+  return syscall(SYS_get_mempolicy, &policy, nullptr, 0UL, nullptr, 0UL) == 0 && policy != kDefault;
+}
+#endif
+
 }  // namespace
 
-std::vector<int> ParseCpuList(std::string_view text) {
-  std::vector<int> cpus;
+std::vector<int> ParseNumberList(std::string_view text) {
+  std::vector<int> numbers;
   while (!text.empty()) {
     const size_t comma = text.find(',');
     const std::string_view part = text.substr(0, comma);
@@ -130,11 +173,11 @@ std::vector<int> ParseCpuList(std::string_view text) {
     const size_t dash = part.find('-');
     const int64_t first = ParseNumber(part, -1);
     const int64_t last = dash == std::string_view::npos ? first : ParseNumber(part.substr(dash + 1), -1);
-    for (int64_t cpu = first; cpu >= 0 && cpu <= last && cpu < kMaxCpus; ++cpu) {
-      cpus.push_back(static_cast<int>(cpu));
+    for (int64_t number = first; number >= 0 && number <= last && number < kMaxNumber; ++number) {
+      numbers.push_back(static_cast<int>(number));
     }
   }
-  return cpus;
+  return numbers;
 }
 
 int64_t ParseCacheSize(std::string_view text) {
@@ -159,8 +202,7 @@ Topology ReadTopology(const std::string& root, const std::vector<int>& cpus) {
   }
   const Limits limits = ReadLimits(root);
   topology.num_cores = std::max(1, std::min(static_cast<int>(cores.size()), limits.cpus));
-  const size_t nodes = ParseCpuList(ReadLine(root + "/sys/devices/system/node/has_cpu")).size();
-  topology.num_numa_nodes = std::max(1, static_cast<int>(nodes));
+  topology.memory_nodes = ReadMemoryNodes(root, cpus);
   std::ifstream meminfo(root + "/proc/meminfo");
   for (std::string word; meminfo >> word;) {
     if (word == "MemTotal:" && meminfo >> word) {
@@ -175,10 +217,10 @@ Topology ReadTopology(const std::string& root, const std::vector<int>& cpus) {
 std::vector<int> AllowedCpus() {
   std::vector<int> cpus;
 #if defined(__linux__)
-  cpu_set_t* set = CPU_ALLOC(kMaxCpus);
-  const size_t bytes = CPU_ALLOC_SIZE(kMaxCpus);
+  cpu_set_t* set = CPU_ALLOC(kMaxNumber);
+  const size_t bytes = CPU_ALLOC_SIZE(kMaxNumber);
   if (set != nullptr && sched_getaffinity(0, bytes, set) == 0) {
-    for (int cpu = 0; cpu < kMaxCpus; ++cpu) {
+    for (int cpu = 0; cpu < kMaxNumber; ++cpu) {
       if (CPU_ISSET_S(cpu, bytes, set)) {
         cpus.push_back(cpu);
       }
@@ -187,7 +229,7 @@ std::vector<int> AllowedCpus() {
   CPU_FREE(set);
 #endif
   if (cpus.empty()) {
-    const int count = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxCpus);
+    const int count = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxNumber);
     for (int cpu = 0; cpu < count; ++cpu) {
       cpus.push_back(cpu);
     }
@@ -198,6 +240,11 @@ std::vector<int> AllowedCpus() {
 const Topology& HostTopology() {
   static const Topology topology = [] {
     Topology found = ReadTopology("", AllowedCpus());
+#if defined(__linux__)
+    if (HasMemoryPolicy()) {
+      found.memory_nodes.clear();
+    }
+#endif
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
     // Where the files are hidden (some sandboxes), the C library asks CPUID.
     const auto fill = [](int64_t& bytes, int name) {

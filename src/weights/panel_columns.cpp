@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/checked_math.hpp"
+#include "weights/columns_by_group.hpp"
 #include "weights/panel.hpp"
 
 /// Which source column stands at each packed k of a panel: groups of scales begin on groups of the format,
@@ -30,8 +31,9 @@ int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
   return group <= 0 ? 0 : (matrix.scale_col_offset + col) / group;
 }
 
-/// All columns in ascending order of their groups, those of one group as they stand. Counted: a comparison
-/// sort was a tenth of packing INT4.
+}  // namespace
+
+// Counted: a comparison sort was a tenth of packing INT4.
 std::vector<int32_t> ColumnsByGroup(const Tensor& group_index) {
   const std::span<const int32_t> groups(group_index.view().as<int32_t>(),
                                         static_cast<size_t>(group_index.view().count()));
@@ -46,8 +48,6 @@ std::vector<int32_t> ColumnsByGroup(const Tensor& group_index) {
   }
   return columns;
 }
-
-}  // namespace
 
 std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelFormat& format) {
   std::vector<int32_t> columns;

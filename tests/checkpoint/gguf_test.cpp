@@ -220,6 +220,7 @@ std::vector<Damage> Damages() {
       {"embedding_length NaN", replace("qwen3moe.embedding_length", kFloat32, Raw(std::nanf("")))},
       {"scores of kind 9", add("qwen3moe.expert_gating_func", kUint32, Raw<uint32_t>(9)), kUnsupported},
       {"infinite weights scale", add("qwen3moe.expert_weights_scale", kFloat32, Raw(INFINITY))},
+      {"negative weights scale", add("qwen3moe.expert_weights_scale", kFloat32, Raw(-1.0F))},
       {"3 files", add("split.count", kUint32, Raw<uint32_t>(3))},
       {"2^31 files", add("split.count", kUint32, Raw<uint32_t>(1U << 31))},
       {"type 200", [up](RawGguf& m) { m.Find(up).type = 200; }, kUnsupported},

@@ -188,13 +188,14 @@ TEST(PackedCodes, SharedExpertsThatFillNoWords_AreCountedByTheirInputs) {
   TinyModel model("awq");
   model.config["model_type"] = "qwen2_moe";
   model.config["shared_expert_intermediate_size"] = kShared;
+  model.config["quantization_config"]["dynamic"] = {{"+:.*shared_expert.*", {{"group_size", -1}}}};
   const std::string stem = "model.layers.0.mlp.shared_expert";
   const auto add = [&](const std::string& name, int64_t rows, int64_t cols) {
-    const int64_t words = (rows + 7) / 8, groups = (cols + 31) / 32;
+    const int64_t words = (rows + 7) / 8;
     const std::string base = stem + "." + name;
     model.tensors.push_back(Bytes(base + ".qweight", "I32", {cols, words}, 4, 0x97));
-    model.tensors.push_back(Bytes(base + ".qzeros", "I32", {groups, words}, 4, 0x77));
-    model.tensors.push_back(Bf16(base + ".scales", {groups, rows}, 0.5F));
+    model.tensors.push_back(Bytes(base + ".qzeros", "I32", {1, words}, 4, 0x77));
+    model.tensors.push_back(Bf16(base + ".scales", {1, rows}, 0.5F));
   };
   add("gate_proj", kShared, kHidden);
   add("up_proj", kShared, kHidden);

@@ -134,6 +134,11 @@ TEST(ExpertLayout, UnknownWords_AreUsageErrors) {
   EXPECT_EQ(Checkpoint::Open(folder.path().string(), {.expert_layout = "sideways"}).status().code(),
             StatusCode::kUsage);
   EXPECT_TRUE(Checkpoint::Open(folder.path().string(), {.expert_layout = "in_out,interleaved"}).ok());
+  for (const char* layout : {"in_out,,interleaved", "in_out,", ","}) {
+    EXPECT_EQ(Checkpoint::Open(folder.path().string(), {.expert_layout = layout}).status().code(),
+              StatusCode::kUsage)
+        << layout;
+  }
 }
 
 TEST(ExpertLayout, WhereNothingIsFused_IsAUsageError) {

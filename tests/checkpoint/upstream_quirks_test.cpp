@@ -53,6 +53,31 @@ TEST(UpstreamQuirks, MarksInModelOptsNames_AreTakenAway) {
   EXPECT_TRUE(LoadEverything(mixed).ok()) << LoadEverything(mixed).ToString();
 }
 
+// AutoAWQ, GPTQModel, Quark and compressed-tensors refuse to write them; GPTQ's tools round the number of
+// groups up, and so the last one is shorter.
+TEST(UpstreamQuirks, GroupsThatDoNotDivideTheColumns_AreGptqsAlone) {
+  for (const char* format : {"awq", "ct_int4", "gptq", "autoround"}) {
+    SCOPED_TRACE(format);
+    TinyModel model(format);
+    auto& quantization = model.config["quantization_config"];
+    auto& group = quantization.contains("config_groups")
+                      ? quantization["config_groups"]["group_0"]["weights"]["group_size"]
+                      : quantization["group_size"];
+    ASSERT_EQ(group, 32);
+    group = 48;  // two groups for 64 columns, like 32
+    const bool reads = quantization["quant_method"] == "gptq" || quantization["quant_method"] == "auto-round";
+    const Status status = LoadEverything(model);
+    EXPECT_EQ(status.ok(), reads) << status.ToString();
+    if (!reads) {
+      EXPECT_EQ(status.code(), StatusCode::kBadInput);
+      EXPECT_FALSE(status.file().empty());
+      EXPECT_NE(status.tensor().find("experts.0.gate_proj"), std::string::npos) << status.ToString();
+      EXPECT_NE(status.ToString().find("group_size 48 does not divide the 64 columns"), std::string::npos)
+          << status.ToString();
+    }
+  }
+}
+
 // The router of PhiMoE is written for two: transformers 5 takes two of them whatever num_experts_per_tok is.
 TEST(UpstreamQuirks, PhiMoe_ChoosesTwoExperts) {
   TinyModel model("bf16");
@@ -265,6 +290,29 @@ TEST(UpstreamQuirks, GroupsThatDoNotDivideTopK_AreRefused) {
   ASSERT_FALSE(odd.source.ok());
   EXPECT_EQ(odd.source.status().code(), StatusCode::kBadInput);
   EXPECT_TRUE(odd.source.status().file().ends_with("config.json")) << odd.source.status().ToString();
+}
+
+// DeepSeek-V2 in transformers 5.23, with 'mlp_bias' and no shared experts: matrices without rows, and a bias
+// that each token gets.
+TEST(UpstreamQuirks, BiasOfSharedExpertsWithoutRows_IsRefusedUnlessZero) {
+  TinyModel model("bf16");
+  model.config["model_type"] = "deepseek_v2";
+  model.config["n_shared_experts"] = 0;
+  model.config["mlp_bias"] = true;
+  const std::string stem = "model.layers.0.mlp.shared_experts.";
+  for (const std::string name : {"gate_proj", "up_proj"}) {
+    model.tensors.push_back(Bf16(stem + name + ".weight", {0, kHidden}, 0.0F));
+    model.tensors.push_back(Bf16(stem + name + ".bias", {0}, 0.0F));
+  }
+  model.tensors.push_back(Bf16(stem + "down_proj.weight", {kHidden, 0}, 0.0F));
+  EXPECT_EQ(LoadEverything(model).message(), "");
+  const std::string bias = stem + "down_proj.bias";
+  model.tensors.push_back(Bf16(bias, {kHidden}, 0.0F));
+  const WrittenModel zero(model);
+  ASSERT_TRUE(zero.source.ok()) << zero.source.status().ToString();
+  EXPECT_FALSE(zero.checkpoint->SharedExperts(0)->has_value());
+  model.Find(bias) = Bf16(bias, {kHidden}, 0.5F);
+  ExpectRefused("a bias that counts", model, {StatusCode::kUnsupported, bias});
 }
 
 // Puzzle: what a block does not say, the other lists do.

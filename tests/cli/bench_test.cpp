@@ -102,6 +102,7 @@ TEST_F(Bench, UnknownNames_ExitTwo) {
   EXPECT_EQ(Run({"--scheme", "nvfp5"}).exit_code, 2);
   EXPECT_EQ(Run({"--tokens", "1,x"}).exit_code, 2);
   EXPECT_EQ(Run({"--tokens", "0"}).exit_code, 2);
+  EXPECT_EQ(Run({"--tokens", ","}).exit_code, 2);
   EXPECT_EQ(Run({"--isa", "sse9"}).exit_code, 2);
   EXPECT_EQ(Run({"--mode", "fast"}).exit_code, 2);
   EXPECT_EQ(Run({"--backend", "NOBODY"}).exit_code, 2);

@@ -208,6 +208,25 @@ TEST(Command, EmptyValue_IsUsage) {
   }
 }
 
+TEST(Command, EmptyEntryOfAList_IsUsage) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"bench", "--tokens", "1,,2"},
+        {"bench", "--tokens", "1,"},
+        {"bench", "--scheme", ",nvfp4_w4a16"},
+        {"bench", "--isa", "avx2,,avx512"},
+        {"bench", "--mode", "latency,"},
+        {"tune", "--scheme", "nvfp4_w4a16,,mxfp4_w4a16"},
+        {"tune", "--isa", "avx2,"},
+        {"explain", "--problem", "olmoe-1b-7b", "--diff", "tp=2,"}}) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0] << ": " << result.err;
+    const std::string& option = arguments[arguments.size() - 2];
+    EXPECT_NE(result.err.find(option + " '" + arguments.back() + "' has an empty entry"), std::string::npos)
+        << result.err;
+    EXPECT_EQ(result.out, "");
+  }
+}
+
 TEST(Command, UnknownOptionWithAValue_StandsInItsOrder) {
   const ProcessResult result = RunCommand({"inspect", "x", "--layer", "3"});
   EXPECT_EQ(result.exit_code, 2);

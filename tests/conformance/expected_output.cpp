@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -178,8 +179,38 @@ class Evaluation {
     }
   }
 
-  void Quantize(float scale, Row& row) const {
+  /// Where the columns of a matrix stand while they are quantized: a8 groups them as their weights are.
+  std::vector<size_t> OrderOf(const CanonicalMatrix& matrix) const {
+    std::vector<size_t> order(static_cast<size_t>(matrix.cols));
+    std::iota(order.begin(), order.end(), size_t{0});
+    if (mode_ == ActivationMode::kA8 && format_.quantized() && !matrix.group_index.empty()) {
+      const auto* groups = matrix.group_index.view().as<int32_t>();
+      std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return groups[a] < groups[b]; });
+    }
+    return order;
+  }
+  template <typename Values>
+  static Values Ordered(const Values& values, const std::vector<size_t>& order) {
+    Values ordered(values.size());
+    for (size_t k = 0; k < order.size(); ++k) {
+      ordered[k] = values[order[k]];
+    }
+    return ordered;
+  }
+  template <typename Values>
+  static Values Restored(const Values& ordered, const std::vector<size_t>& order) {
+    Values values(ordered.size());
+    for (size_t k = 0; k < order.size(); ++k) {
+      values[order[k]] = ordered[k];
+    }
+    return values;
+  }
+
+  void Quantize(const CanonicalMatrix& matrix, float scale, Row& row) const {
+    const std::vector<size_t> order = OrderOf(matrix);
+    row = Ordered(row, order);
     FakeQuantizeRow(format_, scale, row.data(), static_cast<int64_t>(row.size()));
+    row = Restored(row, order);
     if (held_in_) {
       RoundRow(*held_in_, row.data(), static_cast<int64_t>(row.size()));
     }
@@ -192,7 +223,8 @@ class Evaluation {
   Sums Multiply(const Weights& weights, Row row, float batch_scale) const {
     const CanonicalMatrix& matrix = weights.matrix;
     Smooth(matrix, row.data());
-    Quantize(format_.static_tensor_scale ? matrix.input_tensor_scale.value_or(1.0F) : batch_scale, row);
+    Quantize(matrix, format_.static_tensor_scale ? matrix.input_tensor_scale.value_or(1.0F) : batch_scale,
+             row);
     if (input_in_) {
       RoundRow(*input_in_, row.data(), matrix.cols);
     }
@@ -253,7 +285,7 @@ class Evaluation {
     Row values = middle.values;
     if (!format_.quantized() || held_in_) {  // not one code is contested
       Smooth(matrix, values.data());
-      Quantize(scales.front(), values);
+      Quantize(matrix, scales.front(), values);
       return {values, std::vector<double>(values.size())};
     }
     Row lower = values, upper = values;
@@ -268,7 +300,10 @@ class Evaluation {
         RoundRow(*middle_in_, row->data(), matrix.cols);
       }
     }
-    return QuantizeBetween(format_, scales, lower, values, upper);
+    const std::vector<size_t> order = OrderOf(matrix);
+    ContestedRow row = QuantizeBetween(format_, scales, Ordered(lower, order), Ordered(values, order),
+                                       Ordered(upper, order));
+    return {Restored(row.values, order), Restored(row.by, order)};
   }
 
   void Down(const Weights& weights, int64_t slot, const Middle& middle, const std::vector<float>& scales) {

@@ -45,17 +45,18 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   if (cpu_test::IsBuilt(Isa::kAvx512Vnni)) {
     layer.problem.isa = "avx512_vnni";
   }
-  machine.num_numa_nodes = 1;
+  machine.memory_nodes = {2};
   machine.cpu_name = "AMD EPYC 9755";
   const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
-  EXPECT_EQ(amd.weight_nodes, 1);
+  EXPECT_TRUE(amd.weight_nodes.empty());
   EXPECT_FALSE(amd.next_into_l2);
   EXPECT_GT(amd.gate_up.prefetch[0], 0);
   EXPECT_GT(amd.gate_up.prefetch[1], amd.gate_up.prefetch[0]);  // two tokens compute longer on 4-bit codes
-  machine.num_numa_nodes = 4;
+  machine.memory_nodes = {0, 2, 70};
   machine.cpu_name = "INTEL(R) XEON(R)";
   const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
-  EXPECT_EQ(intel.weight_nodes, 4);
+  EXPECT_EQ(intel.weight_nodes, machine.memory_nodes);
+  EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, machine).weight_nodes, machine.memory_nodes);
   EXPECT_TRUE(intel.next_into_l2);
   const bool vnni = cpu_test::IsBuilt(Isa::kAvx512Vnni);
   EXPECT_EQ(amd.gate_up.prefetch_far, 0);
@@ -95,12 +96,12 @@ TEST(Plan_OfADescribedMachine, AsksTwiceForFloatsOfEightBitsOnIntel) {
   EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).gate_up.prefetch_far, 0);
 }
 
-/// A system with one node refuses to spread pages over four, and weights are the same.
+/// Nodes that the system does not have are left out, and weights are the same.
 TEST(Weights_OfMoreNodesThanThereAre, AreTheSame) {
   const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
   Machine machine = HostMachine();
   const PreparedWeights here = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
-  machine.num_numa_nodes = 4;
+  machine.memory_nodes = {0, 1, 2, 70};
   const PreparedWeights there = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
   ASSERT_EQ(here.tensors.size(), there.tensors.size());
   for (size_t i = 0; i < here.tensors.size(); ++i) {

@@ -18,6 +18,7 @@ TEST(PlanAsJson, IsReadBackAsItIs) {
   plan.communicator = "nccl 2.28.3 (/tmp/\xff/n\xc3\xa9) over mpi";
   plan.workspace_bytes = int64_t{1} << 40;
   plan.layout_error = 1.25e-7;
+  plan.weight_nodes = {0, 2};
   plan.latent = 64;
   plan.shared = std::make_shared<Plan>(Plan{.backend = "REFERENCE", .isa = "amx"});
   const Json json = Json::parse(JsonText(plan));
@@ -29,9 +30,11 @@ TEST(PlanAsJson, IsReadBackAsItIs) {
   EXPECT_EQ(json["rows_dtype"], "F32");
   EXPECT_EQ(json["workspace_bytes"], int64_t{1} << 40);
   EXPECT_EQ(json["layout_error"], 1.25e-7);
+  EXPECT_EQ(json["weight_nodes"], Json({0, 2}));
   EXPECT_EQ(json["latent"], 64);
   EXPECT_EQ(json["shared"]["isa"], "amx");
   EXPECT_TRUE(json["shared"]["layout_error"].is_number_float());
+  EXPECT_FALSE(json["shared"].contains("weight_nodes"));
   EXPECT_FALSE(json["shared"].contains("latent"));
 }
 

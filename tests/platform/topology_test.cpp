@@ -42,12 +42,13 @@ class FakeSystem : public testing::Test {
   const test::TemporaryDirectory directory_;
 };
 
-TEST(CpuList, RangesAndSinglesAndNonsense) {
-  EXPECT_EQ(ParseCpuList("0-3,8"), (std::vector<int>{0, 1, 2, 3, 8}));
-  EXPECT_EQ(ParseCpuList("5"), (std::vector<int>{5}));
-  EXPECT_TRUE(ParseCpuList("").empty());
-  EXPECT_TRUE(ParseCpuList("a-b,-1,3-1").empty());
-  EXPECT_EQ(ParseCpuList("0-99999999").size(), 4096U);
+TEST(NumberList, RangesAndSinglesAndNonsense) {
+  EXPECT_EQ(ParseNumberList("0-3,8"), (std::vector<int>{0, 1, 2, 3, 8}));
+  EXPECT_EQ(ParseNumberList("0,2-3"), (std::vector<int>{0, 2, 3}));
+  EXPECT_EQ(ParseNumberList("5"), (std::vector<int>{5}));
+  EXPECT_TRUE(ParseNumberList("").empty());
+  EXPECT_TRUE(ParseNumberList("a-b,-1,3-1").empty());
+  EXPECT_EQ(ParseNumberList("0-99999999").size(), 4096U);
 }
 
 TEST(CacheSize, UnitsAndNonsense) {
@@ -65,11 +66,9 @@ TEST_F(FakeSystem, HardwareThreadsOfACoreCountOnceAndCachesPerGroup) {
     WriteCpu(cpu, std::to_string(cpu % 4) + "," + std::to_string(cpu % 4 + 4),
              cpu % 4 < 2 ? "0-1,4-5" : "2-3,6-7");
   }
-  Write("sys/devices/system/node/has_cpu", "0-1");
   Write("proc/meminfo", "MemTotal:       1000 kB\nMemFree: 5 kB");
   const Topology all = ReadTopology(root(), {0, 1, 2, 3, 4, 5, 6, 7});
   EXPECT_EQ(all.num_cores, 4);
-  EXPECT_EQ(all.num_numa_nodes, 2);
   EXPECT_EQ(all.l1d_bytes, 48 << 10);
   EXPECT_EQ(all.l2_bytes, 2 << 20);
   EXPECT_EQ(all.l3_bytes, 96 << 20);
@@ -78,6 +77,32 @@ TEST_F(FakeSystem, HardwareThreadsOfACoreCountOnceAndCachesPerGroup) {
   const Topology some = ReadTopology(root(), {0, 4, 1});
   EXPECT_EQ(some.num_cores, 2);
   EXPECT_EQ(some.l3_total_bytes, 96 << 20);
+}
+
+/// Node 1 has processors only, node 3 memory only; numbers have holes, and more than 64 of them.
+TEST_F(FakeSystem, MemoryNodesAreThoseWithMemoryBesideProcessorsOfTheProcess) {
+  const std::string nodes = "sys/devices/system/node";
+  Write(nodes + "/has_memory", "0,2-3,70");
+  Write(nodes + "/has_cpu", "0-2,70");
+  Write(nodes + "/node0/cpulist", "0-1,8-9");
+  Write(nodes + "/node1/cpulist", "2-3");
+  Write(nodes + "/node2/cpulist", "4-5");
+  Write(nodes + "/node3/cpulist", "");
+  Write(nodes + "/node70/cpulist", "6-7");
+  EXPECT_EQ(ReadTopology(root(), {0, 1, 2, 3, 4, 5, 6, 7}).memory_nodes, (std::vector<int>{0, 2, 70}));
+  EXPECT_EQ(ReadTopology(root(), {3, 4, 9}).memory_nodes, (std::vector<int>{0, 2}));
+  EXPECT_EQ(ReadTopology(root(), {6}).memory_nodes, (std::vector<int>{70}));
+  EXPECT_TRUE(ReadTopology(root(), {2, 3}).memory_nodes.empty());
+}
+
+TEST_F(FakeSystem, MemoryNodesAreThoseThatControlGroupsAllow) {
+  const std::string nodes = "sys/devices/system/node";
+  Write(nodes + "/has_memory", "0-2");
+  for (int node = 0; node < 3; ++node) {
+    Write(nodes + "/node" + std::to_string(node) + "/cpulist", std::to_string(node));
+  }
+  Write("proc/self/status", "Name:\tlayer\nMems_allowed:\t5\nMems_allowed_list:\t0,2\nUid:\t1");
+  EXPECT_EQ(ReadTopology(root(), {0, 1, 2}).memory_nodes, (std::vector<int>{0, 2}));
 }
 
 TEST_F(FakeSystem, QuotaOfVersionTwoLimitsFromAnyLevel) {
@@ -105,7 +130,7 @@ TEST_F(FakeSystem, QuotaOfVersionOneLimits) {
 TEST_F(FakeSystem, NothingToReadIsOneUnlimitedCoreEach) {
   const Topology topology = ReadTopology(root(), {0, 1, 2});
   EXPECT_EQ(topology.num_cores, 3);
-  EXPECT_EQ(topology.num_numa_nodes, 1);
+  EXPECT_TRUE(topology.memory_nodes.empty());
   EXPECT_EQ(topology.l3_total_bytes, 0);
 }
 

@@ -118,8 +118,9 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
   }
   if (const GgufValue* scale = header.Find(stem + "expert_weights_scale"); scale != nullptr) {
     // Zero stands for "none".
-    if (scale->is_list || scale->numbers.empty() || !std::isfinite(scale->numbers.front())) {
-      return Status::BadInput(fmt::format("'{}expert_weights_scale' is no finite number", stem))
+    if (scale->is_list || scale->numbers.empty() || !std::isfinite(scale->numbers.front()) ||
+        scale->numbers.front() < 0.0) {
+      return Status::BadInput(fmt::format("'{}expert_weights_scale' is no finite number of 0 or more", stem))
           .WithFile(path);
     }
     if (scale->numbers.front() != 0.0) {

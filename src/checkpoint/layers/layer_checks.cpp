@@ -1,8 +1,13 @@
 // What a layer must not be, and what it must have: switches that nothing here computes, and tensors without
 // which a layer would compute something else and not fail.
+#include <algorithm>
+#include <vector>
+
 #include <fmt/format.h>
 
 #include "checkpoint/layers/layer_spec.hpp"
+#include "numerics/element_types.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -125,6 +130,26 @@ Status CheckMlpBiases(const TensorStore& store, const ModelConfig& config, const
   return Status::Ok();
 }
 
+// DeepSeek-V2 with 'n_shared_experts' 0 and 'mlp_bias': shared experts of no width, whose down_proj still
+// adds its bias to each token.
+Status CheckWidthless(const TensorStore& store, const LayerNames& names) {
+  const std::string bias = names.widthless + ".bias";
+  if (names.widthless.empty() || !store.Has(bias)) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(const Tensor stored, store.Load(bias));
+  std::vector<float> values(IsFloat(stored.dtype()) ? static_cast<size_t>(stored.shape().count()) : 0);
+  DecodeRow(stored.dtype(), stored.view().data(), 0, static_cast<int64_t>(values.size()), values.data());
+  if (!values.empty() && std::all_of(values.begin(), values.end(), [](float value) { return value == 0; })) {
+    return Status::Ok();
+  }
+  return store.Blame(Status::Unsupported("the model adds this bias of shared experts without rows to each "
+                                         "token; a layer without shared experts has no place for it")
+                         .WithHint("where it is to count for nothing, fill it with zeros or leave the tensor "
+                                   "away"),
+                     bias);
+}
+
 // Tensors without which a layer would compute something else and not fail.
 Status CheckWhole(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
   const LayerNames& names = spec.names;
@@ -148,6 +173,7 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
     return Status::Ok();
   }
   FMOE_RETURN_IF_ERROR(CheckMlpBiases(store, config, spec));
+  FMOE_RETURN_IF_ERROR(CheckWidthless(store, names));
   if (!names.missing.empty()) {
     return missing(names.missing, "the layer has shared experts that need it");
   }

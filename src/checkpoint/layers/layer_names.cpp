@@ -238,6 +238,7 @@ bool FindSharedAt(const TensorStore& store, const Family& family, const std::str
   names->shared_fused = fused;
   names->shared_gate = FirstPresent(store, names->block, family.shared_gate, "");
   names->missing.clear();
+  names->widthless.clear();
   if (names->shared_gate.empty() && !family.shared_gate.empty()) {
     names->missing = names->block + std::string(SplitWords(family.shared_gate).front());
   }
@@ -252,8 +253,13 @@ void FindShared(const TensorStore& store, const Family& family, LayerNames* name
         if (FindSharedAt(store, family, stem, spelling, names)) {
           return;
         }
-        if (names->missing.empty() && HasElements(store, stem + std::string(spelling.down))) {
-          names->missing = stem + std::string(spelling.up) + ".weight";
+        const std::string down = stem + std::string(spelling.down);
+        if (HasElements(store, down)) {
+          if (names->missing.empty()) {
+            names->missing = stem + std::string(spelling.up) + ".weight";
+          }
+        } else if (names->widthless.empty() && WeightSuffix(store, down)) {
+          names->widthless = down;
         }
       }
       if (!names->missing.empty()) {

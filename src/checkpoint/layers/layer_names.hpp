@@ -60,6 +60,7 @@ struct LayerNames {
   std::string shared_weight_suffix = ".weight";
   bool shared_fused = false;  ///< shared_up holds gate and up rows (Granite: input_linear)
   std::string shared_gate;    ///< tensor of the sigmoid gate
+  std::string widthless;      ///< down of shared experts without rows, as transformers writes them
   std::string missing;        ///< of the shared experts, a tensor that the others belong to
 };
 

@@ -205,9 +205,12 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
         .WithFile(config.path());
   }
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, ReadLimit(config, kLimitKeys, layer));
+  std::string_view limit_key, kind_key = "hidden_act";
+  config.Find(kLimitKeys, &limit_key);
+  config.Find(kActivationKeys, &kind_key);
   if (!row.has_limit && limit.value_or(0.0) > 0.0) {
-    return Status::Unsupported(
-               fmt::format("'swiglu_limit' is {}: how experts of {} clamp is not known", *limit, family.name))
+    return Status::Unsupported(fmt::format("'{}' is {}: how experts of {} clamp is not known", limit_key,
+                                           *limit, family.name))
         .WithFile(config.path());
   }
   if (spec.kind == ActivationKind::kSitu) {
@@ -229,12 +232,12 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
       spec.limit = 0.0F;  // Hunyuan 4 and K-EXAONE: none
     }
     if (spec.limit < 0.0F) {
-      return Status::BadInput(fmt::format("'swiglu_limit' is {}; at least 0 is needed", spec.limit))
+      return Status::BadInput(fmt::format("'{}' is {}; at least 0 is needed", limit_key, spec.limit))
           .WithFile(config.path());
     }
     if (row.silu_is_kind && spec.kind != row.kind && spec.limit > 0.0F) {
-      return Status::Unsupported(fmt::format("'swiglu_limit' is {} and 'hidden_act' {}: {} clamps silu alone",
-                                             spec.limit, ActivationName(spec.kind), family.name))
+      return Status::Unsupported(fmt::format("'{}' is {} and '{}' {}: {} clamps silu alone", limit_key,
+                                             spec.limit, kind_key, ActivationName(spec.kind), family.name))
           .WithFile(config.path());
     }
   }
@@ -291,6 +294,13 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   }
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> scaling, config.Number(kScalingKeys, -1));
   routing.scaling_factor = static_cast<float>(scaling.value_or(1.0));
+  if (!(routing.scaling_factor > 0.0F)) {  // zero would make the layer its shared experts, or nothing
+    std::string_view key;
+    config.Find(kScalingKeys, &key);
+    return Status::BadInput(fmt::format("'{}' is {}; a number above 0, in F32, is needed", key, *scaling))
+        .WithFile(config.path())
+        .WithHint("without the key, router weights are taken as they are");
+  }
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> softcap,
                         config.Number("router_logit_softcapping moe_router_logit_softcapping", -1));
   routing.logit_softcap = softcap ? static_cast<float>(*softcap) : row.softcap;

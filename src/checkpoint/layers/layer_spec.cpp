@@ -215,6 +215,10 @@ Result<std::optional<FusedAxes>> ParseExpertLayout(const std::string& text) {
     return std::optional<FusedAxes>();
   }
   FusedAxes axes;
+  if (text.front() == ',' || text.back() == ',' || text.find(",,") != std::string::npos) {
+    return Status::Usage(
+        fmt::format("expert layout '{}' has an empty entry; a comma stands between two words", text));
+  }
   for (const std::string_view word : SplitWords(text, ',')) {
     if (word == "in_out" || word == "out_in") {
       axes.in_out = word == "in_out";

@@ -153,6 +153,21 @@ Status CheckRowMajor(const MatrixTensors& tensors, const LinearFormat& format) {
       name);
 }
 
+// A group that the row does not fill would be read as one that it does: nothing says which columns it has.
+Status CheckWholeGroups(const MatrixTensors& tensors, const LinearFormat& format) {
+  const int64_t group = format.weight.block.col;
+  if (group <= 0 || tensors.cols % group == 0) {
+    return Status::Ok();
+  }
+  return tensors.store.Blame(
+      Status::BadInput(
+          fmt::format("group_size {} does not divide the {} columns of the matrix", group, tensors.cols))
+          .WithHint(
+              "quantize with a group_size that does, or leave these modules unquantized; tools that write "
+              "this format do not write such groups, and vLLM does not read them"),
+      tensors.NameOf(format.scale));
+}
+
 // ValidateCanonical names fields; the file has tensors.
 Status BlameField(const MatrixTensors& tensors, const LinearFormat& format, Status status) {
   const std::string_view message = status.message();
@@ -208,6 +223,9 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
   matrix.cols = cols;
   matrix.format = format.weight;
   matrix.stored = format.stored;
+  if (format.whole_groups) {
+    FMOE_RETURN_IF_ERROR(CheckWholeGroups(tensors, format));
+  }
   FMOE_ASSIGN_OR_RETURN(matrix.codes, ReadCodes(tensors, format));
   if (!format.quantized()) {
     matrix.format.element = matrix.codes.dtype();

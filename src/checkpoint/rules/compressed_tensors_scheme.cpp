@@ -235,6 +235,7 @@ Result<LinearFormat> CompressedTensorsFormat(const JsonValue& group, std::string
     return NotSupported("output_activations", *outputs, "inputs and weights alone are quantized here", path);
   }
   format.scale = ".weight_scale";
+  format.whole_groups = weights.strategy == "group" || weights.strategy == "tensor_group";
   if (const JsonValue* input_spec = group.Find("input_activations"); input_spec != nullptr) {
     FMOE_ASSIGN_OR_RETURN(const Args input, ReadArgs(*input_spec, path));
     FMOE_ASSIGN_OR_RETURN(format.activation, InputFormat(input, format, path));

@@ -46,6 +46,7 @@ Result<LinearFormat> AutoRoundIntegerFormat(const JsonValue& spec, int64_t bits,
     format.zero_plus_one = layout.find("gptq") != std::string::npos;
   } else if (layout.find("awq") != std::string::npos && bits == 4) {
     format.packing = Packing::kAwq;
+    format.whole_groups = true;
   } else {
     return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout))
         .WithFile(path);

@@ -129,6 +129,7 @@ LinearFormat AwqFormat(int64_t group, bool zero_point) {
   format.scale_is_in_out = true;
   format.zero_point = ".qzeros";  // its kernels use them whenever they are there
   format.zero_point_optional = !zero_point;
+  format.whole_groups = true;  // AutoAWQ and GPTQModel write no other; GPTQ's last group may be shorter
   return format;
 }
 

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
+#include "checkpoint/rules/modelopt_groups.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -132,7 +133,11 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
 
 struct ModelOptRules {
   std::optional<LinearFormat> all;
-  std::map<std::string, Result<LinearFormat>> by_module;
+  struct Module {
+    std::string algorithm;
+    Result<LinearFormat> format;
+  };
+  std::map<std::string, Module> by_module;
   std::vector<std::string> excluded;
 
   Status ReadModules(const JsonValue* layers, const std::string& path);
@@ -186,11 +191,12 @@ Status ModelOptRules::ReadModules(const JsonValue* layers, const std::string& pa
     }
     FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> group, GroupSize(entry, path));
     // What this library cannot run is an error only where a module of the experts has it.
-    Result<LinearFormat> format = FormatOfAlgorithm(Upper(algorithm->string()), group, path);
+    std::string name = Upper(algorithm->string());
+    Result<LinearFormat> format = FormatOfAlgorithm(name, group, path);
     if (format.status().code() == StatusCode::kBadInput) {
       return format.status();
     }
-    by_module.emplace(WithoutMark(module), std::move(format));
+    by_module.emplace(WithoutMark(module), Module{std::move(name), std::move(format)});
   }
   return Status::Ok();
 }
@@ -205,7 +211,7 @@ Result<LinearFormat> ModelOptRules::FormatOf(const std::string& module) const {
   // A fused module is listed by its own name, or by that of the block around it.
   for (std::string part = module; !part.empty();) {
     if (const auto it = by_module.find(part); it != by_module.end()) {
-      return it->second;
+      return it->second.format;
     }
     const size_t dot = part.rfind('.');
     part.resize(dot == std::string::npos ? 0 : dot);
@@ -244,6 +250,18 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
     FMOE_RETURN_IF_ERROR(rules->ReadModules(source.Find("quantized_layers"), path));
   } else {
     FMOE_ASSIGN_OR_RETURN(rules->all, FormatOfAlgorithm(name, group, path));
+  }
+  if (const JsonValue* groups = source.Find("config_groups"); groups != nullptr) {
+    const auto algorithm_of = [&](const std::string& target) -> AlgorithmOf {
+      if (rules->all) {
+        return {name, &*rules->all};
+      }
+      const auto it = rules->by_module.find(WithoutMark(target));
+      return it == rules->by_module.end() || !it->second.format.ok()
+                 ? AlgorithmOf{}
+                 : AlgorithmOf{it->second.algorithm, &*it->second.format};
+    };
+    FMOE_RETURN_IF_ERROR(CompareWithGroups(*groups, algorithm_of, path));
   }
   QuantRules result;
   result.producer = "modelopt";

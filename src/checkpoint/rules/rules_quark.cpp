@@ -154,6 +154,7 @@ std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* inpu
   format->bits = 4;
   format->weight = IntegerWeight(4, weight.group);
   format->scale_is_in_out = true;
+  format->whole_groups = true;
   format->twos_complement = weight.dtype == "int4";
   format->zero_point = ".weight_zero_point";
   format->zero_point_optional = weight.symmetric;

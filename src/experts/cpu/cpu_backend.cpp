@@ -98,6 +98,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.arithmetic = std::string(ArithmeticOf(cpu_plan, slots / std::max(experts, 1.0)));
   plan.tile_tokens = cpu_plan.matrix_unit.enabled ? cpu_plan.matrix_unit.from_tokens : 0;
   plan.costs = cpu_plan.cost_source;
+  plan.weight_nodes = cpu_plan.weight_nodes;
   return plan;
 }
 

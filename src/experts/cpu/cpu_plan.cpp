@@ -163,7 +163,9 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   if (plan.matrix_unit.enabled) {
     PlanJobs(problem, machine, plan);
   }
-  plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
+  if (machine.memory_nodes.size() > 1) {
+    plan.weight_nodes = machine.memory_nodes;
+  }
   plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
   return plan;
 }

@@ -97,8 +97,8 @@ struct CpuPlan {
   int64_t tile_batch_bytes = 0;  ///< of activations that a stripe meets before the next one; half of L2
   int64_t max_tile_rows = 0;     ///< padding included
   int input_sets = 1;            ///< 2: gate and up see different inputs (known with the weights)
-  /// Memory nodes over which pages of weights are spread in turn; 1: wherever they are touched first.
-  int weight_nodes = 1;
+  /// Memory nodes over which pages of weights are spread in turn; empty: wherever they are touched first.
+  std::vector<int> weight_nodes;
   /// Whether tall tiles ask for the next stripes into L2, not into L1.
   bool next_into_l2 = false;
   /// Tall tiles that meet the weights of a call together, at most.
@@ -117,8 +117,6 @@ ExpertWork WorkOf(const CpuPlan& plan);
 /// arithmetic with the largest layers in use (DeepSeek-V3 at 1024 tokens: 240 MB); far above it pieces only
 /// cost memory.
 inline constexpr int64_t kInFlightBytes = int64_t{256} << 20;
-/// Bits of the mask that the system takes.
-inline constexpr int kMostMemoryNodes = 64;
 
 /// What the backend computes for a problem that it supports.
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine);

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "core/checked_math.hpp"
-#include "experts/cpu/cpu_plan.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -21,15 +20,21 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 /// columns of every expert, so that no node is a better home for an expert than another, and all nodes
 /// deliver at once; left to the first touch, an expert would lie where the thread that packed it happened to
 /// run. Advice only: where the system refuses, pages come from where they are touched.
-void SpreadOverNodes(void* pages, size_t bytes, int nodes) {
+void SpreadOverNodes(void* pages, size_t bytes, const std::vector<int>& nodes) {
   constexpr int kInterleave = 3;  // MPOL_INTERLEAVE; the header of libnuma is not needed for one number
-  const unsigned long mask = nodes >= kMostMemoryNodes ? ~0UL : (1UL << nodes) - 1;
-  (void)syscall(SYS_mbind, pages, bytes, kInterleave, &mask, static_cast<unsigned long>(nodes) + 1, 0U);
+  constexpr size_t kBits = 8 * sizeof(unsigned long);
+  std::vector<unsigned long> mask(static_cast<size_t>(std::ranges::max(nodes)) / kBits + 1);
+  for (const int node : nodes) {
+    mask[static_cast<size_t>(node) / kBits] |= 1UL << static_cast<size_t>(node) % kBits;
+  }
+  // The system takes one bit less than it is told.
+  (void)syscall(SYS_mbind, pages, bytes, kInterleave, mask.data(), mask.size() * kBits + 1, 0U);
 }
 
 }  // namespace
 
-Result<Tensor> AllocatePages(DType dtype, const Shape& shape, int nodes, std::byte** data) {
+Result<Tensor> AllocatePages(DType dtype, const Shape& shape, const std::vector<int>& nodes,
+                             std::byte** data) {
   const int64_t bytes = std::max<int64_t>(PackedBytes(dtype, shape.count()), 1);
   const auto mapped = static_cast<size_t>(RoundUp(bytes, kHugePage) + kHugePage);
   void* memory =
@@ -44,7 +49,7 @@ Result<Tensor> AllocatePages(DType dtype, const Shape& shape, int nodes, std::by
   if (bytes >= kHugePage) {
     (void)madvise(first, static_cast<size_t>(RoundUp(bytes, kHugePage)), MADV_HUGEPAGE);  // advice only
   }
-  if (nodes > 1) {
+  if (nodes.size() > 1) {
     SpreadOverNodes(first, static_cast<size_t>(RoundUp(bytes, kHugePage)), nodes);
   }
   *data = first;

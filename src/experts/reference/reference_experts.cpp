@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <string>
 
 #include "moe/activation.hpp"
@@ -9,6 +10,7 @@
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "weights/columns_by_group.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {
@@ -39,17 +41,36 @@ void RowTimesTokens(const CanonicalMatrix& matrix, int64_t row, const float* inp
   }
 }
 
-// What stands between a plain row and the projection that reads it: smoothing, then the scheme's
-// quantization.
-void QuantizeForProjection(const ActivationFormat& format, const CanonicalMatrix& matrix, float batch_scale,
-                           float* row) {
+// Groups of the columns in another order than they stand.
+void FakeQuantizeInOrder(const ActivationFormat& format, std::span<const int32_t> columns, float* row) {
+  constexpr size_t kMostColumns = 64;
+  const auto group = std::min(static_cast<size_t>(format.group.col), kMostColumns);
+  for (size_t begin = 0; begin < columns.size(); begin += group) {
+    const std::span<const int32_t> own = columns.subspan(begin, std::min(group, columns.size() - begin));
+    float values[kMostColumns];
+    for (size_t k = 0; k < own.size(); ++k) {
+      values[k] = row[own[k]];
+    }
+    FakeQuantizeRow(format, 1.0F, values, static_cast<int64_t>(own.size()));
+    for (size_t k = 0; k < own.size(); ++k) {
+      row[own[k]] = values[k];
+    }
+  }
+}
+
+// What stands between a plain row and the projection that reads it: smoothing, then the quantization of the
+// scheme or of a8. `order`: of the columns, where they are grouped in one.
+void QuantizeForProjection(const ActivationFormat& format, std::span<const int32_t> order,
+                           const CanonicalMatrix& matrix, float batch_scale, float* row) {
   if (!matrix.pre_quant_scale.empty()) {
     const auto* smoothing = matrix.pre_quant_scale.view().as<float>();
     for (int64_t col = 0; col < matrix.cols; ++col) {
       row[col] *= smoothing[col];
     }
   }
-  if (format.quantized()) {
+  if (!order.empty()) {
+    FakeQuantizeInOrder(format, order, row);
+  } else if (format.quantized()) {
     const float scale = format.static_tensor_scale ? matrix.input_tensor_scale.value_or(1.0F) : batch_scale;
     FakeQuantizeRow(format, scale, row, matrix.cols);
   }
@@ -124,6 +145,15 @@ ReferenceExperts::ReferenceExperts(const MoeProblem& problem, std::shared_ptr<co
   } else if (problem.activation == ActivationMode::kA8) {
     activation_format_ = A8Format();
   }
+  orders_.resize(weights_->canonical.size());
+  for (size_t expert = 0; problem.activation == ActivationMode::kA8 && expert < orders_.size(); ++expert) {
+    const CanonicalExpert& from = weights_->canonical[expert];
+    // Kernels lay columns out in the order of their groups, and a8 is what they round: 64 side by side.
+    const auto order_of = [](const CanonicalMatrix& matrix) {
+      return matrix.group_index.empty() ? std::vector<int32_t>() : ColumnsByGroup(matrix.group_index);
+    };
+    orders_[expert] = {order_of(from.gate), order_of(from.up), order_of(from.down)};
+  }
   traits_.activation_format = config_.activation_format;
   traits_.weight_and_reduce = config_.activation_format == ActivationFormatKind::kStandard
                                   ? WeightAndReduceKind::kContiguous
@@ -156,6 +186,7 @@ MutableTensorView ReferenceExperts::MidRows(int64_t rows, const Workspace& works
 void ReferenceExperts::GateUp(int64_t expert, const ExpertsInput& input, const Slots& slots,
                               const Workspace& workspace, const Executor& executor) const {
   const CanonicalExpert& weights = weights_->canonical[static_cast<size_t>(expert)];
+  const ColumnOrders& orders = orders_[static_cast<size_t>(expert)];
   const bool gated = !weights.gate.empty();
   const int64_t hidden = config_.hidden;
   auto* up_rows = workspace.Get<float>(input_rows_);
@@ -171,11 +202,12 @@ void ReferenceExperts::GateUp(int64_t expert, const ExpertsInput& input, const S
         float* gate_row = gate_rows + index * hidden;
         std::memcpy(gate_row, up_row, static_cast<size_t>(hidden * kFloatBytes));
         if (!input.rows.quantized) {
-          QuantizeForProjection(activation_format_, weights.gate, slots.input_batch_scale, gate_row);
+          QuantizeForProjection(activation_format_, orders.gate, weights.gate, slots.input_batch_scale,
+                                gate_row);
         }
       }
       if (!input.rows.quantized) {
-        QuantizeForProjection(activation_format_, weights.up, slots.input_batch_scale, up_row);
+        QuantizeForProjection(activation_format_, orders.up, weights.up, slots.input_batch_scale, up_row);
       }
     });
     ParallelFor(executor, config_.intermediate, [&](int64_t col) {
@@ -195,6 +227,7 @@ void ReferenceExperts::GateUp(int64_t expert, const ExpertsInput& input, const S
 void ReferenceExperts::Down(int64_t expert, const Slots& slots, MutableTensorView output,
                             const Workspace& workspace, const Executor& executor) const {
   const CanonicalMatrix& down = weights_->canonical[static_cast<size_t>(expert)].down;
+  const std::vector<int32_t>& order = orders_[static_cast<size_t>(expert)].down;
   const int64_t width = config_.intermediate;
   auto* block = workspace.Get<float>(input_rows_);
   const auto* mid = workspace.Get<float>(mid_rows_);
@@ -205,7 +238,7 @@ void ReferenceExperts::Down(int64_t expert, const Slots& slots, MutableTensorVie
     ParallelFor(executor, count, [&](int64_t index) {
       float* row = block + index * width;
       std::memcpy(row, mid + rows[index] * width, static_cast<size_t>(width * kFloatBytes));
-      QuantizeForProjection(activation_format_, down, slots.mid_batch_scale, row);
+      QuantizeForProjection(activation_format_, order, down, slots.mid_batch_scale, row);
     });
     ParallelFor(executor, config_.hidden, [&](int64_t col) {
       double sums[kTokenBlock];

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 #include <fusedmoe/weights.hpp>
 #include <fusedmoe/workspace.hpp>
@@ -39,6 +41,10 @@ class ReferenceExperts final : public Experts {
 
   MoeConfig config_;
   ActivationFormat activation_format_;
+  struct ColumnOrders {
+    std::vector<int32_t> gate, up, down;
+  };
+  std::vector<ColumnOrders> orders_;  ///< of the experts' columns under a8; empty: as they stand
   std::shared_ptr<const PreparedWeights> weights_;
   ExpertsTraits traits_;
   WorkspaceSlot input_rows_;

@@ -160,9 +160,9 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
                                static_cast<double>(values.rows) * static_cast<double>(intermediate));
   }
   if (a8) {
-    // Compared with the scheme, which does not round. Measured, twice that is enough for kernels that group
-    // columns otherwise; beside float weights activations are bf16. Normal numbers: a step is 1/127 of four
-    // root mean squares. In front of both GEMMs.
+    // Compared with the scheme, which does not round. Measured, twice that is enough for slices of ranks,
+    // whose groups are others (tests/jobs/a8_groups_test.cpp); beside float weights activations are bf16.
+    // Normal numbers: a step is 1/127 of four root mean squares. In front of both GEMMs.
     bound.activation_rounding = values.a8 ? std::hypot(2 * *values.a8 / bound.factor, 0x1p-9, 0x1p-9)
                                           : std::sqrt(2.0) * kGroupPeak / 127.0 / std::sqrt(12.0);
   } else if (values.scales_apart) {
