@@ -113,6 +113,19 @@ TEST(RefusedCommunicator, DeadlinesThatNeverOrAlwaysPass) {
   }
 }
 
+// Who could not tell the others still tells its caller.
+TEST(RefusedCommunicator, ErrorOfThisRank_OutlivesTheSilenceOfTheOthers) {
+  CommunicatorOptions options;
+  options.deadline_seconds = 0.05;
+  const auto ranks = *InProcessCommunicators(2, options);
+  const Status status = Agree(*ranks[0], "load", Status::BadInput("expert 3 is damaged"));
+  EXPECT_EQ(status.code(), StatusCode::kSystem);
+  EXPECT_NE(status.message().find("expert 3 is damaged; the other ranks could not be told: load (exchange 1): "
+                                  "rank 0 has waited"),
+            std::string::npos)
+      << status.ToString();
+}
+
 /// Forwards of two tokens by the caller's logits.
 class RefusedForward : public testing::Test {
  public:
