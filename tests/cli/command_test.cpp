@@ -214,6 +214,31 @@ TEST(Command, UnknownOptionWithAValue_StandsInItsOrder) {
   EXPECT_NE(result.err.find("--layer 3"), std::string::npos) << result.err;
 }
 
+TEST(Command, OptionsAndValuesThatDoNotFit_AreSaidInWords) {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"inspect", "x", "--laier", "3"}, "option '--laier' does not exist: --laier 3"},
+      {{"inspect", "x", "y"}, "one argument too many: y"},
+      {{"lint", "x", "--layer"}, "--layer needs a value"},
+      {{"lint", "x", "--layer", "1", "--layer", "2"}, "--layer is given 2 times; it takes one value"},
+      {{"lint", "x", "--codes=maybe"}, "--codes takes no value, 'maybe' is given"}};
+  for (const auto& [arguments, words] : cases) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << words;
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
+  }
+}
+
+TEST(Command, FileBeyondTheLimitOfTheSystem_IsSaidAndNotLeft) {
+  const TemporaryDirectory directory;
+  const std::string output = directory / "out.safetensors";
+  const SampleCheckpoint sample("qwen3_moe", "nvfp4_w4a16");
+  const std::string run = CommandText() + " run " + sample.path() + " --input " + sample.path() +
+                          "/io/input.safetensors --output " + output;
+  const int status = std::system(("sh -c 'ulimit -f 0; " + run + "' >/dev/null 2>&1").c_str());
+  EXPECT_EQ(WEXITSTATUS(status), 5) << status;
+  EXPECT_FALSE(std::filesystem::exists(output));
+}
+
 TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {
   for (const std::vector<std::string>& arguments :
        {std::vector<std::string>{"tune", "--isa", "sse9"},
@@ -306,6 +331,7 @@ TEST(Command, OutputThatCannotBeWritten_IsFoundBeforeTheWork) {
       const ProcessResult result = RunCommand(command);
       EXPECT_EQ(result.exit_code, folder ? 5 : 2) << arguments[0] << ": " << result.err;
       EXPECT_NE(result.err.find(output), std::string::npos) << result.err;
+      EXPECT_EQ(result.err.find("its folder must exist") != std::string::npos, folder) << result.err;
     }
   }
 }
