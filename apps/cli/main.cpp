@@ -115,8 +115,7 @@ Status UsageError(const CLI::App& app, const CLI::Error& error, int argc, char**
   if (argc < 2) {
     return Status::Usage("no command given; there are " + CommandNames());
   }
-  return Status::Usage(InWords(app, error))
-      .WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
+  return Status::Usage(InWords(app, error)).WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
 }
 
 /// An empty word is a variable of a script that was not set, never a wish.

@@ -114,8 +114,7 @@ ExpertSource Validated(const ExpertSource& experts) {
       if (Status status = matrix->empty() ? Status::Ok() : ValidateCanonical(*matrix); !status.ok()) {
         return std::move(status).WithTensor(fmt::format("expert {}, {}", index, name));
       }
-      if (!matrix->empty() && !scheme.weight.quantized() && !matrix->format.quantized() &&
-          matrix->format.element != scheme.weight.element) {
+      if (!matrix->empty() && !scheme.weight.quantized() && matrix->format.element != scheme.weight.element) {
         return Status::BadInput(fmt::format("holds {}, the scheme of the source {}",
                                             DTypeName(matrix->format.element),
                                             DTypeName(scheme.weight.element)))
@@ -175,8 +174,8 @@ Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t
       {"correction bias", &router.correction_bias, config.has_correction_bias}};
   for (const auto& [name, vector, promised] : vectors) {
     if (vector->empty() && promised && !router.weight.empty()) {
-      return Status::Usage(
-          fmt::format("{} is missing, the config says that the router has one of {} values", name, num_logits));
+      return Status::Usage(fmt::format("{} is missing, the config says that the router has one of {} values",
+                                       name, num_logits));
     }
     if (!vector->empty() && (vector->view().count() != num_logits || !IsPlainFloat(vector->dtype()))) {
       return Status::Usage(fmt::format("{} is {} {}, the layer needs {} values of F32, BF16, F16", name,

@@ -201,10 +201,9 @@ Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreemen
         agreement.send_rows.empty() || !own.ok() ? 0 : agreement.send_rows[static_cast<size_t>(rank)];
     memory.sent[rank] = header;
   }
-  FMOE_RETURN_IF_ERROR(Untold(
-      own,
-      communicator.Exchange(FixedExchange(agreement.header_operation, sizeof(WireHeader), Bytes(memory.sent),
-                                          Bytes(memory.received), memory.ascending, memory, count))));
+  FMOE_RETURN_IF_ERROR(Untold(own, communicator.Exchange(FixedExchange(
+                                       agreement.header_operation, sizeof(WireHeader), Bytes(memory.sent),
+                                       Bytes(memory.received), memory.ascending, memory, count))));
   WireVerdict& verdict = memory.verdicts[ranks];
   verdict = WireVerdict{};
   Object(own, communicator.rank(), verdict);

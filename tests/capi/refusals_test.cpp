@@ -43,6 +43,27 @@ TEST(CApi, ExpertsThatDoNotFit_AreRefusedByName) {
   EXPECT_EQ(fmoe_layer_create(&wider, &source, nullptr, &layer), FMOE_BAD_INPUT) << LastText();
 }
 
+// Codes that came without the name of their scheme would be taken for numbers; NumPy's floats are F64.
+TEST(CApi, WeightsThatAreNoPlainFloats_AreNotUnquantized) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  const fmoe_layer_config config = ToC(random.config, "unquantized");
+  for (const DType dtype : {DType::kI8, DType::kU8, DType::kF64, DType::kF8E4M3}) {
+    for (CanonicalExpert& expert : held.experts) {
+      for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+        matrix->codes = *Tensor::Allocate(dtype, matrix->codes.shape());
+      }
+    }
+    fmoe_layer* layer = nullptr;
+    EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &layer), FMOE_BAD_INPUT) << DTypeName(dtype);
+    EXPECT_NE(LastText().find("codes are " + std::string(DTypeName(dtype)) + ", the scheme unquantized"),
+              std::string::npos)
+        << LastText();
+    fmoe_layer_release(layer);
+  }
+}
+
 TEST(CApi, NamesOfALayer_AreListedWhereOneIsUnknown) {
   const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
   HeldExperts held(random);

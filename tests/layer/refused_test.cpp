@@ -3,9 +3,9 @@
 #include <string>
 #include <vector>
 
+#include <gtest/gtest.h>
 #include <fusedmoe/communicator.hpp>
 #include <fusedmoe/layer.hpp>
-#include <gtest/gtest.h>
 
 #include "support/random_layer.hpp"
 
@@ -104,8 +104,8 @@ TEST(RefusedLayer, RouterWithoutItsBiases) {
 }
 
 TEST(RefusedCommunicator, DeadlinesThatNeverOrAlwaysPass) {
-  for (const double seconds : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN(),
-                               std::numeric_limits<double>::infinity()}) {
+  for (const double seconds :
+       {0.0, -1.0, std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
     CommunicatorOptions options;
     options.deadline_seconds = seconds;
     ExpectUsage(InProcessCommunicators(2, options).status(), "above 0");
@@ -120,9 +120,10 @@ TEST(RefusedCommunicator, ErrorOfThisRank_OutlivesTheSilenceOfTheOthers) {
   const auto ranks = *InProcessCommunicators(2, options);
   const Status status = Agree(*ranks[0], "load", Status::BadInput("expert 3 is damaged"));
   EXPECT_EQ(status.code(), StatusCode::kSystem);
-  EXPECT_NE(status.message().find("expert 3 is damaged; the other ranks could not be told: load (exchange 1): "
-                                  "rank 0 has waited"),
-            std::string::npos)
+  EXPECT_NE(
+      status.message().find("expert 3 is damaged; the other ranks could not be told: load (exchange 1): "
+                            "rank 0 has waited"),
+      std::string::npos)
       << status.ToString();
 }
 
