@@ -158,8 +158,6 @@ TEST(Command, OptionWithoutEffect_IsUsage) {
                                           "--scheme", "int8_w8a8",   "--tokens",  "1", "--seconds", "0"};
   for (const std::vector<std::string>& more : {std::vector<std::string>{"--ep"},
                                                {"--sp"},
-                                               {"--eplb"},
-                                               {"--redundant-experts", "2"},
                                                {"--all2all", "pplx"},
                                                {"--determinism", "rank_invariant"},
                                                {"--tp", "2"}}) {
@@ -216,6 +214,7 @@ TEST(Command, UnknownOptionWithAValue_StandsInItsOrder) {
 
 TEST(Command, OptionsAndValuesThatDoNotFit_AreSaidInWords) {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"bench", "--ranks", "--eplb"}, "option '--eplb' does not exist"},  // placements stay there
       {{"inspect", "x", "--laier", "3"}, "option '--laier' does not exist: --laier 3"},
       {{"inspect", "x", "y"}, "one argument too many: y"},
       {{"lint", "x", "--layer"}, "--layer needs a value"},
@@ -293,6 +292,27 @@ TEST(Command, Help_ShowsNoDefaultOfWhatIsRequired) {
     for (std::string line; std::getline(help, line);) {
       required = (required && line.starts_with("      ")) || line.find("REQUIRED") != std::string::npos;
       EXPECT_FALSE(required && line.ends_with("]")) << command << ": " << line;
+    }
+  }
+}
+
+// A default that the option itself would refuse stands for "without it", which the words say.
+TEST(Command, Help_ShowsNoDefaultOutOfItsRange) {
+  for (const std::string& command : FirstWords(RunCommand({"--help"}).out, "  ")) {
+    std::istringstream help(RunCommand({command, "--help"}).out);
+    double lowest = 0, highest = -1;
+    for (std::string line; std::getline(help, line);) {
+      if (line.starts_with("  --")) {
+        highest = -1;
+        std::sscanf(line.c_str(), "%*s %*s in [%lf - %lf]", &lowest, &highest);
+      }
+      double shown = 0;
+      const size_t bracket = line.rfind(" [");
+      if (highest >= 0 && bracket != std::string::npos && line.ends_with("]") &&
+          std::sscanf(line.c_str() + bracket, " [%lf]", &shown) == 1 &&
+          line.find(" - ", bracket) == std::string::npos) {
+        EXPECT_TRUE(shown >= lowest && shown <= highest) << command << ": " << line;
+      }
     }
   }
 }
