@@ -356,6 +356,23 @@ TEST(Command, OutputThatCannotBeWritten_IsFoundBeforeTheWork) {
   }
 }
 
+// The folder for unfinished files fits into a path, the mark in it does not: an error like any other.
+TEST(Command, MarkThatCannotBeLookedAt_IsSaidInJsonToo) {
+  const TemporaryDirectory directory;
+  std::string folder = directory / "d";
+  const size_t longest = 4095 - std::string("/.x.incomplete").size();
+  while (folder.size() + 201 <= longest) {
+    folder += "/" + std::string(200, 'd');
+  }
+  folder += "/" + std::string(longest - folder.size() - 1, 'e');
+  std::filesystem::create_directories(folder);
+  const ProcessResult result =
+      RunCommand({"sample", "--family", "mixtral", "--scheme", "unquantized", "--json", "--hidden", "32",
+                  "--intermediate", "32", "--experts", "2", "--output", folder + "/x"});
+  EXPECT_EQ(result.exit_code, 5) << result.err;
+  EXPECT_EQ(result.Json().at("error").at("message"), "cannot look into the directory: File name too long");
+}
+
 // A file that cannot be opened, since it is being executed, is not removed in place of being written.
 TEST(Command, TextFileThatCannotBeOpened_Stays) {
   const TemporaryDirectory directory;
