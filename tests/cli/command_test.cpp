@@ -249,6 +249,17 @@ TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {
   }
 }
 
+TEST(Command, UnknownNames_ListWhatThereIs) {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"sample", "--family", "mixtral", "--scheme", "int4_w4a16_g128", "--output", "/nowhere/x"},
+       "(a granularity stands behind a colon, as in int4_w4a16:g128)"},
+      {{"tune", "--isa", kForeignIsa}, "; both have "}};
+  for (const auto& [arguments, words] : cases) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
+  }
+}
+
 TEST(Command, JsonOfAPage_IsUsage) {
   const ProcessResult result = RunCommand({"backends", "--schemes", "--markdown", "--json"});
   EXPECT_EQ(result.exit_code, 2) << result.err;
