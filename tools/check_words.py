@@ -1,5 +1,5 @@
 """The project speaks only of itself: no paths of somebody's machine, no words about how it was made; links, and pages
-that sources name, lead somewhere, down to the section; sources that a page names are there."""
+that sources name, lead somewhere, down to the section; sources, classes and functions that a page names are there."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,10 @@ HEADING = re.compile(r"^#+ +(.*)$", re.M)
 # In comments, which may break anywhere: docs/page.md, or docs/page.md, "Section".
 PAGE = re.compile(r"\b(docs/[\w./-]+\.md)\b(?:,\s+(?:///? ?)?\"([^\"]+)\")?")
 SOURCE = re.compile(r"`([\w./-]+\.(?:cpp|hpp|inc|cu|cuh))`")
+# Classes and functions: `GateUpTasks`, of which a page may name a part (`HalfAway` of several functions).
+NAME = re.compile(r"`([A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+)`")
+# Of vLLM, the last of transformers.
+OF_OTHERS = ("DeepGemmFP4Experts", "FlashinferMoeBackend", "NvFp4MoeBackend", "Qwen3MoeSparseMoeBlock")
 BINARY = (".safetensors", ".bin", ".png", ".npz", ".npy", ".gz")
 # These hold the patterns, or examples of what they find.
 OWN = ("tools/check_words.py", "tools/check_names.py", "tests/tools/check_test.py")
@@ -61,9 +65,24 @@ def _sources(name, text, files):
             yield f"{name}:{source_tree.line_of(text, match.start())}: names '{match.group(1)}', which does not exist"
 
 
+def _words_of_sources(root, files):
+    words = set()
+    for name in files:
+        if name.endswith(source_tree.CPP_SUFFIXES + (".c", ".py")) and not name.startswith(source_tree.DATA_FOLDERS):
+            words.update(re.findall(r"\w+", source_tree.read(root, name)))
+    return "\n".join(sorted(words))
+
+
+def _names(name, text, words):
+    for match in NAME.finditer(text):
+        if match.group(1) not in words and match.group(1) not in OF_OTHERS:
+            yield f"{name}:{source_tree.line_of(text, match.start())}: names '{match.group(1)}', which no source has"
+
+
 def check(root):
     found = []
     files = source_tree.files(root)
+    words = _words_of_sources(root, files)
     for name in files:
         if name in OWN or name.endswith(BINARY) or name.startswith("tests/fuzz/seeds/") or (Path(root) / name).stat().st_size > 1 << 20:
             continue
@@ -79,6 +98,8 @@ def check(root):
         if name.endswith(".md"):
             found += _links(root, name, text)
             found += _sources(name, text, files)
+            if not name.startswith(source_tree.DATA_FOLDERS):
+                found += _names(name, text, words)
         elif name.endswith(source_tree.CPP_SUFFIXES):
             found += _pages(root, name, text)
     return found

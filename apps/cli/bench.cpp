@@ -304,14 +304,17 @@ Action DefineBench(CLI::App& app) {
   app.add_option("--routing", flags->routing,
                  "uniform, skewed (nine tokens of ten share an expert), or a safetensors file with topk_ids");
   app.add_option("--device", flags->device, "cpu or cuda");
-  app.add_option("--experts", flags->experts, "Measure layers with this many experts")
-      ->check(CLI::Range(int64_t{1}, kMaxRoutedExperts));
+  app.add_option("--experts", flags->experts, "Measure layers with this many experts, instead of their own")
+      ->check(CLI::Range(int64_t{1}, kMaxRoutedExperts))
+      ->default_str("");
   app.add_option("--layers", flags->layers,
                  "Copies of the layer in rotation; without it until weights are cold")
-      ->check(CLI::Range(int64_t{1}, int64_t{4096}));
+      ->check(CLI::Range(int64_t{1}, int64_t{4096}))
+      ->default_str("");
   app.add_option("--max-bytes", flags->max_bytes,
                  "Prepared weights at a time; without it a quarter of the memory")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 50));
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 50))
+      ->default_str("");
   app.add_option("--seconds", flags->seconds, "Timed calls of each row")->check(Between(0, 3600));
   AddSeed(app, flags->seed, "Of weights, inputs and routings");
   CLI::Option* on_ranks = app.add_flag(
@@ -320,8 +323,8 @@ Action DefineBench(CLI::App& app) {
   AddRanks(app, flags->ranks);
   app.add_option("--determinism", flags->determinism,
                  "With --ranks: rank_invariant sends every slot's row home");
-  for (const char* name : {"--tp", "--dp", "--pcp", "--ep", "--sp", "--all2all", "--eplb",
-                           "--redundant-experts", "--deadline", "--nccl", "--determinism"}) {
+  for (const char* name :
+       {"--tp", "--dp", "--pcp", "--ep", "--sp", "--all2all", "--deadline", "--nccl", "--determinism"}) {
     app.get_option(name)->needs(on_ranks);
   }
   app.add_option("--plot", flags->plot, "Write the rows under the roofline as an SVG file");

@@ -196,7 +196,8 @@ Action DefineExplain(CLI::App& app) {
   AddPlan(app, flags->plan);
   flags->plan.activation_format.clear();  // the all-to-all backend decides
   AddThreads(app, flags->threads);
-  AddParallel(app, flags->parallel, flags->sequence_parallel);
+  AddDeployment(app, flags->parallel, flags->sequence_parallel);
+  AddBalancing(app, flags->parallel);
   app.add_option("--rank", flags->rank, "The plan of this rank of the deployment; shares may be uneven");
   app.add_option("--env", flags->env, "An upstream switch as NAME=VALUE; may be given several times");
   app.add_flag("--lora", flags->lora, "LoRA adapters will be added to the experts");

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <iostream>
@@ -77,6 +78,30 @@ std::string CommandNames() {
   return names;
 }
 
+// What the parser says of options and their values, in whole sentences.
+std::string InWords(const CLI::App& app, const CLI::Error& error) {
+  const std::vector<std::string> extras = app.remaining(true);
+  if (!extras.empty()) {
+    return extras.front().starts_with("-")
+               ? fmt::format("option '{}' does not exist: {}", extras.front(), fmt::join(extras, " "))
+               : fmt::format("one argument too many: {}", fmt::join(extras, " "));
+  }
+  const std::string text = error.what();
+  const std::string option = text.substr(0, text.find(':'));
+  if (text.ends_with(" missing")) {  // "--layer: 1 required INT missing"
+    return option + " needs a value";
+  }
+  if (text.find(": At Most ") != std::string::npos) {  // "--layer: At Most 1 required but received 2"
+    return option + " is given " + text.substr(text.rfind(' ') + 1) + " times; it takes one value";
+  }
+  constexpr std::string_view kNoFlag = "Could not convert: ";  // "Could not convert: --check = maybe"
+  if (const size_t equals = text.find(" = "); text.starts_with(kNoFlag) && equals != std::string::npos) {
+    return fmt::format("{} takes no value, '{}' is given",
+                       text.substr(kNoFlag.size(), equals - kNoFlag.size()), text.substr(equals + 3));
+  }
+  return text;
+}
+
 // The parser's own words for a misspelt command speak of "arguments not expected"; name the commands instead.
 Status UsageError(const CLI::App& app, const CLI::Error& error, int argc, char** argv) {
   const auto is_command = [](std::string_view word) {
@@ -90,9 +115,7 @@ Status UsageError(const CLI::App& app, const CLI::Error& error, int argc, char**
   if (argc < 2) {
     return Status::Usage("no command given; there are " + CommandNames());
   }
-  const std::vector<std::string> extras = app.remaining(true);
-  return Status::Usage(extras.empty() ? error.what() : fmt::format("unknown: {}", fmt::join(extras, " ")))
-      .WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
+  return Status::Usage(InWords(app, error)).WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
 }
 
 /// An empty word is a variable of a script that was not set, never a wish.
@@ -167,6 +190,8 @@ int Run(int argc, char** argv) {
 }  // namespace fusedmoe::cli
 
 int main(int argc, char** argv) {
+  // A file that grows beyond the limit of the system (ulimit -f) is an error of the write, which is reported.
+  std::signal(SIGXFSZ, SIG_IGN);
   // The library does not throw; the parser, JSON and the standard library may.
   try {
     return fusedmoe::cli::Run(argc, argv);

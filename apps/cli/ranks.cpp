@@ -104,7 +104,7 @@ int64_t RankGroup::Started() {
   return FromLauncher("OMPI_COMM_WORLD_SIZE", 1);
 }
 
-void AddParallel(CLI::App& app, ParallelSizes& sizes, bool& sequence_parallel) {
+void AddDeployment(CLI::App& app, ParallelSizes& sizes, bool& sequence_parallel) {
   const CLI::Range size(int64_t{1}, kMostRanks);
   app.add_option("--tp", sizes.tp, "Tensor-parallel size")->check(size);
   app.add_option("--dp", sizes.dp, "Data-parallel size")->check(size);
@@ -112,22 +112,28 @@ void AddParallel(CLI::App& app, ParallelSizes& sizes, bool& sequence_parallel) {
   app.add_flag("--ep", sizes.enable_expert_parallel, "Split by experts instead of by columns");
   app.add_flag("--sp", sequence_parallel, "Sequence-parallel experts, where the deployment allows them");
   app.add_option("--all2all", sizes.all2all, "All-to-all backend: " + AllToAllNames());
+}
+
+void AddBalancing(CLI::App& app, ParallelSizes& sizes) {
   app.add_flag("--eplb", sizes.enable_eplb,
                "Expert load balancing: experts may have replicas, and move where load is");
   app.add_option("--redundant-experts", sizes.num_redundant_experts, "Replicas, in all; needs --eplb");
 }
 
-void AddRanks(CLI::App& app, RankFlags& flags) {
-  AddParallel(app, flags.sizes, flags.sequence_parallel);
+void AddBalancingSteps(CLI::App& app, EplbOptions& steps) {
   CLI::Option* eplb = app.get_option("--eplb");
-  const CLI::Range steps(int64_t{1}, int64_t{1} << 20);
-  app.add_option("--eplb-window", flags.eplb.window_steps, "Steps (--repeat) whose load counts")
-      ->check(steps)
+  const CLI::Range range(int64_t{1}, int64_t{1} << 20);
+  app.add_option("--eplb-window", steps.window_steps, "Steps (--repeat) whose load counts")
+      ->check(range)
       ->needs(eplb);
-  app.add_option("--eplb-interval", flags.eplb.interval_steps,
+  app.add_option("--eplb-interval", steps.interval_steps,
                  "Steps between placements; the first comes after a quarter of it")
-      ->check(steps)
+      ->check(range)
       ->needs(eplb);
+}
+
+void AddRanks(CLI::App& app, RankFlags& flags) {
+  AddDeployment(app, flags.sizes, flags.sequence_parallel);
   app.add_option("--deadline", flags.deadline_seconds, "Seconds that an exchange between ranks may take")
       ->check(Between(0.1, 1e6));
   app.add_option("--nccl", flags.nccl,

@@ -21,9 +21,13 @@ struct RankFlags {
   double deadline_seconds = 60;
   std::string nccl;  ///< file of NCCL; empty: where the loader finds it
 };
+/// Sizes, deadline and NCCL: all but load balancing.
 void AddRanks(CLI::App& app, RankFlags& flags);
-/// The part of it that describes a deployment, for `explain` too.
-void AddParallel(CLI::App& app, ParallelSizes& sizes, bool& sequence_parallel);
+/// When experts move, beside AddBalancing.
+void AddBalancingSteps(CLI::App& app, EplbOptions& steps);
+/// The sizes of a deployment, and its load balancing, for `explain` too.
+void AddDeployment(CLI::App& app, ParallelSizes& sizes, bool& sequence_parallel);
+void AddBalancing(CLI::App& app, ParallelSizes& sizes);
 
 /// Rows [begin, begin + count) of the input: what one rank runs.
 struct TokenSlice {

@@ -369,6 +369,8 @@ Action DefineRun(CLI::App& app) {
   AddPackCache(app, flags->plan.pack_cache);
   AddThreads(app, flags->threads);
   AddRanks(app, flags->ranks);
+  AddBalancing(app, flags->ranks.sizes);
+  AddBalancingSteps(app, flags->ranks.eplb);
   app.add_flag("--check", flags->check, "Compare with the reference backend; exit 1 beyond the bound");
   app.add_option("--repeat", flags->repeat,
                  "Run N times, report the median; with N > 1 also the bandwidth share")

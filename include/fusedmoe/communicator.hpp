@@ -90,7 +90,7 @@ class Communicator {
 };
 
 struct CommunicatorOptions {
-  double deadline_seconds = 60;  ///< of every exchange
+  double deadline_seconds = 60;  ///< of every exchange; above 0, else kUsage
   /// When it becomes true, a waiting exchange fails at once (a launcher that takes the job down). May be
   /// null.
   const std::atomic<bool>* interrupted = nullptr;

@@ -98,7 +98,8 @@ typedef enum fmoe_dtype {
 
 /* A window on the caller's memory. `shape` counts elements, also where several share a byte; along the last
  * axis they are contiguous. `stride_bytes` of all axes but the last; all 0: dense, row-major, each row of the
- * last axis on a whole byte. A null `data` means that there is no such tensor. */
+ * last axis on a whole byte. A null `data` means that there is no such tensor, but where it has two axes and
+ * no rows ([0, 2048]): it may be null there. */
 typedef struct fmoe_tensor {
   void* data;
   fmoe_dtype dtype;

@@ -132,7 +132,8 @@ class MoeLayer {
   };
 
   /// Where the results go. `output` [M, H] in the dtype of `hidden` or F32; it must not overlap `hidden`. The
-  /// others may be empty. On CPUs rows may lie apart; on cards those of `output` follow each other.
+  /// others may be empty, and overlap neither these two nor each other. On CPUs rows may lie apart; on cards
+  /// those of `output` follow each other.
   struct Outputs {
     MutableTensorView output;
     MutableTensorView topk_ids;      ///< I32 [M, k]

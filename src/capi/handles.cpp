@@ -75,7 +75,8 @@ bool Fits(std::span<const int64_t> shape) {
 
 template <typename Byte>
 Result<BasicTensorView<Byte>> ViewOf(const fmoe_tensor& tensor, std::string_view name) {
-  if (tensor.data == nullptr) {
+  // Rows of none often come without an address, and are rows nevertheless.
+  if (tensor.data == nullptr && (tensor.rank != 2 || tensor.shape[0] != 0 || tensor.shape[1] == 0)) {
     return BasicTensorView<Byte>();
   }
   FMOE_ASSIGN_OR_RETURN(const DType dtype, ToDType(tensor.dtype, name));

@@ -132,7 +132,7 @@ Result<Struct> Whole(const Struct* given, void (*init)(Struct*), std::string_vie
 Executor ToExecutor(const fmoe_executor* executor);
 /// kUsage for a number that is no dtype, which a caller in C may leave there.
 Result<DType> ToDType(const fmoe_dtype& dtype, std::string_view name);
-/// Empty where there is no data.
+/// Empty where there is no data, and without a shape unless that says [0, columns].
 Result<TensorView> ToView(const fmoe_tensor& tensor, std::string_view name);
 Result<MutableTensorView> ToMutableView(const fmoe_tensor& tensor, std::string_view name);
 /// A tensor that keeps `owner` alive.

@@ -101,6 +101,12 @@ Result<Scheme> SchemeOf(const fmoe_layer_config& from, const MoeConfig& config,
   WeightFormat& format = scheme.weight;
   if (!format.quantized() && !first.up.codes.empty()) {
     format.element = first.up.codes.dtype();
+    if (format.quantized()) {
+      return Status::BadInput(fmt::format("codes are {}, the scheme {} has weights of F32, F16 or BF16",
+                                          DTypeName(format.element), scheme.name))
+          .WithTensor("expert 0, up")
+          .WithHint("name the scheme of quantized weights; convert others");
+    }
   }
   if ((format.block_scale_dtype == DType::kF32 || format.may_have_zero_point) &&
       !first.up.block_scale.empty()) {

@@ -51,9 +51,9 @@ Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
                     "rank(s) of the communicator",
                     sizes.tp, sizes.pcp, sizes.dp, world));
   }
+  FMOE_ASSIGN_OR_RETURN(const ParallelRanks ranks, RanksOf(sizes, rank));
+  FMOE_ASSIGN_OR_RETURN(options.parallel, MakeParallelConfig(sizes, ranks));
   if (from.communicator != nullptr) {
-    FMOE_ASSIGN_OR_RETURN(const ParallelRanks ranks, RanksOf(sizes, rank));
-    FMOE_ASSIGN_OR_RETURN(options.parallel, MakeParallelConfig(sizes, ranks));
     options.communicator = from.communicator->communicator;
   }
   return Status::Ok();

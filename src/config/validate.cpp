@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 #include <fusedmoe/config.hpp>
 
-#include "config/limits.hpp"
+#include "config/validate.hpp"
 #include "core/checked_math.hpp"
 #include "routing/methods.hpp"
 
@@ -53,35 +53,10 @@ Status CheckSizes(const MoeConfig& config) {
   return Status::Ok();
 }
 
+/// Of a layer that is split so: sizes, and which experts are here.
 Status CheckParallel(const MoeConfig& config) {
   const ParallelConfig& parallel = config.parallel;
-  struct Dimension {
-    const char* name;
-    int64_t size, rank;
-  };
-  for (const Dimension& dimension :
-       {Dimension{"tp", parallel.tp_size, parallel.tp_rank},
-        Dimension{"pcp", parallel.pcp_size, parallel.pcp_rank},
-        Dimension{"dp", parallel.dp_size, parallel.dp_rank},
-        Dimension{"ep", parallel.ep_size, parallel.ep_rank}, Dimension{"sp", parallel.sp_size, 0}}) {
-    if (dimension.size < 1 || dimension.rank < 0 || dimension.rank >= dimension.size) {
-      return Status::BadInput(
-          fmt::format("{} rank is {} of {}; sizes must be at least 1 and ranks below them", dimension.name,
-                      dimension.rank, dimension.size));
-    }
-  }
-  if ((parallel.use_ep ? parallel.tp_size : parallel.ep_size) != 1) {
-    return Status::BadInput(fmt::format(
-        "tp size {} and ep size {} with expert parallelism {}: a layer is split one way, the other "
-        "size must be 1",
-        parallel.tp_size, parallel.ep_size, parallel.use_ep ? "on" : "off"));
-  }
-  if (!ParseAllToAll(parallel.all2all)) {
-    return Status::BadInput(
-        fmt::format("unknown all2all backend '{}'; known: {}", parallel.all2all, AllToAllNames()));
-  }
-  FMOE_RETURN_IF_ERROR(
-      CheckRange("num_redundant_experts", parallel.num_redundant_experts, 0, kMaxRoutedExperts));
+  FMOE_RETURN_IF_ERROR(CheckDeployment(parallel));
   const int64_t physical = config.num_experts + parallel.num_redundant_experts;
   const int64_t expected = NumLocalExperts(physical, parallel.ep_size, parallel.ep_rank);
   if (config.num_local_experts != expected) {
@@ -151,6 +126,35 @@ Status CheckRouting(const MoeConfig& config) {
 }
 
 }  // namespace
+
+Status CheckDeployment(const ParallelConfig& parallel) {
+  struct Dimension {
+    const char* name;
+    int64_t size, rank;
+  };
+  for (const Dimension& dimension :
+       {Dimension{"tp", parallel.tp_size, parallel.tp_rank},
+        Dimension{"pcp", parallel.pcp_size, parallel.pcp_rank},
+        Dimension{"dp", parallel.dp_size, parallel.dp_rank},
+        Dimension{"ep", parallel.ep_size, parallel.ep_rank}, Dimension{"sp", parallel.sp_size, 0}}) {
+    if (dimension.size < 1 || dimension.rank < 0 || dimension.rank >= dimension.size) {
+      return Status::BadInput(
+          fmt::format("{} rank is {} of {}; sizes must be at least 1 and ranks below them", dimension.name,
+                      dimension.rank, dimension.size));
+    }
+  }
+  if ((parallel.use_ep ? parallel.tp_size : parallel.ep_size) != 1) {
+    return Status::BadInput(fmt::format(
+        "tp size {} and ep size {} with expert parallelism {}: a layer is split one way, the other "
+        "size must be 1",
+        parallel.tp_size, parallel.ep_size, parallel.use_ep ? "on" : "off"));
+  }
+  if (!ParseAllToAll(parallel.all2all)) {
+    return Status::BadInput(
+        fmt::format("unknown all2all backend '{}'; known: {}", parallel.all2all, AllToAllNames()));
+  }
+  return CheckRange("num_redundant_experts", parallel.num_redundant_experts, 0, kMaxRoutedExperts);
+}
 
 MoeConfig RoutedConfig(const MoeConfig& layer) {
   MoeConfig routed = layer;

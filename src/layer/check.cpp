@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <initializer_list>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,9 +22,16 @@ namespace {
 // A matrix of exactly this shape, in one of these dtypes.
 Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t cols,
                    std::initializer_list<DType> accepted) {
+  if (view.empty() && view.rank() == 0) {
+    return Status::Usage(fmt::format("{} is missing, the layer needs [{}, {}]", name, rows, cols));
+  }
   if (view.rank() != 2 || view.dim(0) != rows || view.dim(1) != cols) {
     return Status::Usage(
         fmt::format("{} has shape {}, the layer needs [{}, {}]", name, view.shape().ToString(), rows, cols));
+  }
+  if (view.empty() && rows > 0) {
+    return Status::Usage(
+        fmt::format("{} has shape {} and no memory: its data is null", name, view.shape().ToString()));
   }
   std::string names;
   for (const DType dtype : accepted) {
@@ -74,6 +82,23 @@ bool Overlap(TensorView a, TensorView b) {
   return apart < a.row_bytes() || stride - apart < b.row_bytes();
 }
 
+// Ids and weights that are given back are written before hidden and output are done with; what the choice is
+// made of has been read by then.
+Status CheckChosenApart(const MoeLayer::Inputs& inputs, const MoeLayer::Outputs& outputs) {
+  const std::tuple<std::string_view, TensorView, std::string_view, TensorView> pairs[] = {
+      {"output topk_ids", outputs.topk_ids, "hidden", inputs.hidden},
+      {"output topk_ids", outputs.topk_ids, "output", outputs.output},
+      {"output topk_weights", outputs.topk_weights, "hidden", inputs.hidden},
+      {"output topk_weights", outputs.topk_weights, "output", outputs.output},
+      {"output topk_weights", outputs.topk_weights, "output topk_ids", outputs.topk_ids}};
+  for (const auto& [name, one, other_name, other] : pairs) {
+    if (!one.empty() && !other.empty() && Overlap(one, other)) {
+      return Status::Usage(fmt::format("{} and {} overlap: each needs memory of its own", name, other_name));
+    }
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 ExpertSource Validated(const ExpertSource& experts) {
@@ -88,6 +113,13 @@ ExpertSource Validated(const ExpertSource& experts) {
     for (const auto& [name, matrix] : matrices) {
       if (Status status = matrix->empty() ? Status::Ok() : ValidateCanonical(*matrix); !status.ok()) {
         return std::move(status).WithTensor(fmt::format("expert {}, {}", index, name));
+      }
+      if (!matrix->empty() && !scheme.weight.quantized() && matrix->format.element != scheme.weight.element) {
+        return Status::BadInput(fmt::format("holds {}, the scheme of the source {}",
+                                            DTypeName(matrix->format.element),
+                                            DTypeName(scheme.weight.element)))
+            .WithTensor(fmt::format("expert {}, {}", index, name))
+            .WithHint("all experts of a layer have one type: set scheme.weight.element to it");
       }
       if (!matrix->empty() && scheme.activation.static_tensor_scale && !matrix->input_tensor_scale) {
         return Status::BadInput(
@@ -137,9 +169,14 @@ Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t
     FMOE_RETURN_IF_ERROR(CheckMatrix("router weight", router.weight.view(), num_logits, config.hidden,
                                      {DType::kF32, DType::kBF16, DType::kF16}));
   }
-  const std::pair<std::string_view, const Tensor*> vectors[] = {{"router bias", &router.bias},
-                                                                {"correction bias", &router.correction_bias}};
-  for (const auto& [name, vector] : vectors) {
+  const std::tuple<std::string_view, const Tensor*, bool> vectors[] = {
+      {"router bias", &router.bias, config.has_router_bias},
+      {"correction bias", &router.correction_bias, config.has_correction_bias}};
+  for (const auto& [name, vector, promised] : vectors) {
+    if (vector->empty() && promised && !router.weight.empty()) {
+      return Status::Usage(fmt::format("{} is missing, the config says that the router has one of {} values",
+                                       name, num_logits));
+    }
     if (!vector->empty() && (vector->view().count() != num_logits || !IsPlainFloat(vector->dtype()))) {
       return Status::Usage(fmt::format("{} is {} {}, the layer needs {} values of F32, BF16, F16", name,
                                        DTypeName(vector->dtype()), vector->shape().ToString(), num_logits));
@@ -199,9 +236,11 @@ Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
 
 Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs) const {
   const std::initializer_list<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
-  if (inputs.hidden.rank() != 2) {
-    return Status::Usage(fmt::format("hidden has shape {}, the layer needs [tokens, {}]",
-                                     inputs.hidden.shape().ToString(), config.hidden));
+  if (inputs.hidden.rank() != 2 || inputs.hidden.dim(0) < 0) {
+    const std::string actual = inputs.hidden.empty() && inputs.hidden.rank() == 0
+                                   ? "is missing"
+                                   : "has shape " + inputs.hidden.shape().ToString();
+    return Status::Usage(fmt::format("hidden {}, the layer needs [tokens, {}]", actual, config.hidden));
   }
   const int64_t num_tokens = inputs.hidden.dim(0);
   FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, floats));
@@ -236,6 +275,7 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
     return Status::Usage(
         "output and hidden overlap: rows of hidden are read after the first rows of output are written");
   }
+  FMOE_RETURN_IF_ERROR(CheckChosenApart(inputs, outputs));
   const bool has_ids = !inputs.topk_ids.empty();
   if (has_ids != !inputs.topk_weights.empty()) {
     return Status::Usage("topk_ids and topk_weights come together; one of them is missing");

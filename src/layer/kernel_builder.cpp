@@ -218,9 +218,6 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   rank.config = whole;
   const bool spread = IsSpread(options);
   if (spread) {
-    if (options.communicator == nullptr) {
-      return Status::Usage("the layer is spread over ranks, but there is no communicator to join them");
-    }
     FMOE_ASSIGN_OR_RETURN(rank,
                           PlanRank(whole, source.scheme, options.parallel, placement.physical_to_logical));
     options.activation_format = rank.config.activation_format;

@@ -1,10 +1,11 @@
 #include <fusedmoe/layer.hpp>
 
+#include <algorithm>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "config/limits.hpp"
+#include "config/validate.hpp"
 #include "layer/check.hpp"
 #include "layer/device_forward.hpp"
 #include "layer/kernel_builder.hpp"
@@ -132,6 +133,10 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
                                                    const SharedExpertWeights* shared,
                                                    const LatentWeights* latent) {
   const auto create = [&]() -> Result<std::unique_ptr<MoeLayer>> {
+    FMOE_RETURN_IF_ERROR(CheckRanks(options));
+    if (experts.load == nullptr) {
+      return Status::Usage("experts.load is empty: the layer asks it for each expert");
+    }
     FMOE_ASSIGN_OR_RETURN(const ExpertSource alike, MadeAlike(Validated(experts), options.executor));
     return CreateAlone(config, alike, router, options, shared, latent);
   };
@@ -141,8 +146,10 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
 Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
     const MoeConfig& whole, const ExpertSource& given_experts, const RouterWeights& given_router,
     const LayerOptions& options, const SharedExpertWeights* shared, const LatentWeights* latent) {
-  if (options.max_tokens < 1) {
-    return Status::Usage(fmt::format("max_tokens={} must be at least 1", options.max_tokens));
+  const int64_t most_tokens = kMaxSlots / std::max<int64_t>(whole.top_k(), 1);
+  if (options.max_tokens < 1 || options.max_tokens > most_tokens) {
+    return Status::Usage(
+        fmt::format("max_tokens={} must be between 1 and {}", options.max_tokens, most_tokens));
   }
   ExpertSource experts = given_experts;
   FMOE_ASSIGN_OR_RETURN(experts.scheme, UnderRule(experts.scheme, options.activation_rule));
@@ -168,9 +175,9 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
   impl->config = config;
   impl->config.max_tokens = options.max_tokens;
   FMOE_RETURN_IF_ERROR(Validate(impl->config));  // before sizes are multiplied
-  if (options.plan_tokens < 0 || options.plan_tokens > kMaxSlots / config.top_k()) {
-    return Status::Usage(fmt::format("plan_tokens={} must be between 0 and {}", options.plan_tokens,
-                                     kMaxSlots / config.top_k()));
+  if (options.plan_tokens < 0 || options.plan_tokens > most_tokens) {
+    return Status::Usage(
+        fmt::format("plan_tokens={} must be between 0 and {}", options.plan_tokens, most_tokens));
   }
   FMOE_RETURN_IF_ERROR(CheckRouter(router, config, impl->num_logits()));
   FMOE_ASSIGN_OR_RETURN(const auto projections, MakeProjections(config, latent, options.device == "cuda"));

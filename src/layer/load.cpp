@@ -15,7 +15,11 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoin
 
 Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Checkpoint> checkpoint,
                                                       int64_t layer, const LayerOptions& asked_options) {
+  if (checkpoint == nullptr) {
+    return Status::Usage("the checkpoint is null; Checkpoint::Open gives one");
+  }
   LayerOptions options = asked_options;
+  FMOE_RETURN_IF_ERROR(CheckRanks(options));
   FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
   FMOE_ASSIGN_OR_RETURN(const RouterWeights router, checkpoint->LoadRouter(layer));
   std::optional<LatentWeights> latent;

@@ -288,7 +288,9 @@ Result<PreparedWeights> PrepareCached(const Backend& backend, const Plan& plan, 
     return weights;
   }
   std::filesystem::create_directories(directory, error);
-  const Status written = WritePacked(path, key, weights, executor);
+  const Status written =
+      error ? Status::System(fmt::format("cannot make the folder: {}", error.message())).WithFile(directory)
+            : WritePacked(path, key, weights, executor);
   notes.push_back(written.ok() ? fmt::format("pack cache: wrote {}", path)
                                : fmt::format("pack cache: not kept, since {}", written.ToString()));
   return weights;

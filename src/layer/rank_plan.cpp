@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <fusedmoe/parallel.hpp>
 
+#include "config/validate.hpp"
 #include "parallel/agreement.hpp"
 #include "parallel/eplb.hpp"
 #include "prepare_finalize/all_to_all/all_to_all.hpp"
@@ -90,6 +91,18 @@ Status PlaceExperts(const ParallelConfig& parallel, int64_t num_experts,
 
 bool IsSpread(const LayerOptions& options) {
   return TokenLayoutOf(options.parallel).ranks > 1;
+}
+
+Status CheckRanks(const LayerOptions& options) {
+  if (const Status status = CheckDeployment(options.parallel); !status.ok()) {
+    return Status::Usage(status.message());
+  }
+  if (!IsSpread(options)) {
+    return Status::Ok();
+  }
+  return options.communicator == nullptr
+             ? Status::Usage("the layer is spread over ranks, but there is no communicator to join them")
+             : CheckPlace(options.parallel, *options.communicator);
 }
 
 Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel,

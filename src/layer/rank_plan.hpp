@@ -23,6 +23,10 @@ struct RankPlan {
 /// Whether a layer of these options is spread over several ranks.
 bool IsSpread(const LayerOptions& options);
 
+/// The deployment by itself, and the communicator that joins it: kUsage for sizes and ranks that make no
+/// sense, and where there is no communicator, or that of another rank or number of ranks.
+Status CheckRanks(const LayerOptions& options);
+
 /// Splits `whole` as `parallel` says. `physical_to_logical`: what each expert slot holds, with EPLB; empty:
 /// as it is at first. Errors: those of DetermineExpertPlacement and IntermediateShare.
 Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel,

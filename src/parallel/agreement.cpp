@@ -107,6 +107,15 @@ Status StatusOf(const WireVerdict& verdict) {
   }
 }
 
+// The communication failed while this rank had an error of its own to tell, which came first and may be why
+// the others are gone.
+Status Untold(const Status& own, Status communication) {
+  return own.ok() || communication.ok()
+             ? communication
+             : std::move(communication)
+                   .WithContext(fmt::format("{}; the other ranks could not be told", own.ToString()));
+}
+
 // The verdict of this rank, the last of `memory.verdicts`, goes to all; `agreed` is that of the lowest rank
 // which is not content.
 Status TellVerdicts(Communicator& communicator, std::string_view operation, const AgreementMemory& memory,
@@ -192,9 +201,9 @@ Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreemen
         agreement.send_rows.empty() || !own.ok() ? 0 : agreement.send_rows[static_cast<size_t>(rank)];
     memory.sent[rank] = header;
   }
-  FMOE_RETURN_IF_ERROR(
-      communicator.Exchange(FixedExchange(agreement.header_operation, sizeof(WireHeader), Bytes(memory.sent),
-                                          Bytes(memory.received), memory.ascending, memory, count)));
+  FMOE_RETURN_IF_ERROR(Untold(own, communicator.Exchange(FixedExchange(
+                                       agreement.header_operation, sizeof(WireHeader), Bytes(memory.sent),
+                                       Bytes(memory.received), memory.ascending, memory, count))));
   WireVerdict& verdict = memory.verdicts[ranks];
   verdict = WireVerdict{};
   Object(own, communicator.rank(), verdict);
@@ -206,7 +215,7 @@ Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreemen
       receive_rows[static_cast<size_t>(peer)] = memory.received[peer].rows;
     }
   }
-  return TellVerdicts(communicator, agreement.verdict_operation, memory, agreed);
+  return Untold(own, TellVerdicts(communicator, agreement.verdict_operation, memory, agreed));
 }
 
 Status AgreeOnOutcome(Communicator& communicator, std::string_view operation, const Status& own,
@@ -220,7 +229,7 @@ Status AgreeOnOutcome(Communicator& communicator, std::string_view operation, co
   memory.verdicts[ranks] = WireVerdict{};
   Object(own, communicator.rank(), memory.verdicts[ranks]);
   Status agreed;
-  FMOE_RETURN_IF_ERROR(TellVerdicts(communicator, operation, memory, agreed));
+  FMOE_RETURN_IF_ERROR(Untold(own, TellVerdicts(communicator, operation, memory, agreed)));
   return agreed;
 }
 

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include <fusedmoe/status.hpp>
+
 namespace fusedmoe {
 
 /// How a wait for other ranks goes on: `spins` polls without a break, then, up to `yields`, its core is given
@@ -11,6 +13,10 @@ struct Patience {
   int64_t spins = 64;
   int64_t yields = 4096;
 };
+
+/// kUsage for a deadline that has passed at once or never would: a rank that does not come would be waited
+/// for without end.
+Status CheckDeadline(double seconds);
 
 /// Between poll number `polls` and the next.
 void Pause(const Patience& patience, int64_t polls);

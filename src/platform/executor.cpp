@@ -190,17 +190,19 @@ struct ThreadPool::Impl {
     }
   }
 
-  /// False: the system refuses more threads.
-  bool Start() {
+  /// An error where the system refuses more threads.
+  Status Start() {
     threads.reserve(ranges.size() - 1);
     for (size_t t = 1; t < ranges.size(); ++t) {
       try {
         threads.emplace_back([this, t] { Loop(t); });
-      } catch (const std::system_error&) {
-        return false;
+      } catch (const std::system_error& error) {
+        return Status::System("cannot start thread " + std::to_string(t + 1) + " of " +
+                              std::to_string(ranges.size()) + ": " + error.code().message())
+            .WithHint("ask for fewer threads, or allow more memory (ulimit -v) or processes (ulimit -u)");
       }
     }
-    return true;
+    return Status::Ok();
   }
 
   ~Impl() {
@@ -230,9 +232,7 @@ Result<std::unique_ptr<ThreadPool>> ThreadPool::Create(int num_threads) {
   pool->impl_ = std::make_unique<Impl>(count);
   // A thread that spins on a core another one needs delays the very work it waits for.
   pool->impl_->may_spin = count <= num_cores;
-  if (!pool->impl_->Start()) {
-    return Status::System("cannot start " + std::to_string(count) + " threads");
-  }
+  FMOE_RETURN_IF_ERROR(pool->impl_->Start());
   pool->executor_.self = pool->impl_.get();
   pool->executor_.num_threads = count;
   pool->executor_.parallel = [](void* self, int64_t tasks, void (*task)(void* context, int64_t index),

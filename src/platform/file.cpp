@@ -27,7 +27,9 @@ std::string ErrorText(int error) {
 }
 
 Status NotCreated(const std::string& path, int error) {
-  return Status::System(fmt::format("cannot create a file beside it: {}", ErrorText(error))).WithFile(path);
+  Status status =
+      Status::System(fmt::format("cannot create a file beside it: {}", ErrorText(error))).WithFile(path);
+  return error == ENOENT ? std::move(status).WithHint("its folder must exist") : status;
 }
 
 class Descriptor {

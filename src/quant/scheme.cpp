@@ -271,7 +271,8 @@ Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view 
     }
     return *std::move(scheme);
   }
-  return Status::Usage(fmt::format("unknown scheme '{}'; known: {}", base, KnownNames(table)));
+  return Status::Usage(fmt::format("unknown scheme '{}'; known: {}", base, KnownNames(table)))
+      .WithHint("a granularity stands behind a colon, as in int4_w4a16:g128");
 }
 
 Result<std::string> SchemeNameIn(std::span<const SchemeRow> table, const WeightFormat& weight,

@@ -43,6 +43,27 @@ TEST(CApi, ExpertsThatDoNotFit_AreRefusedByName) {
   EXPECT_EQ(fmoe_layer_create(&wider, &source, nullptr, &layer), FMOE_BAD_INPUT) << LastText();
 }
 
+// Codes that came without the name of their scheme would be taken for numbers; NumPy's floats are F64.
+TEST(CApi, WeightsThatAreNoPlainFloats_AreNotUnquantized) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  const fmoe_layer_config config = ToC(random.config, "unquantized");
+  for (const DType dtype : {DType::kI8, DType::kU8, DType::kF64, DType::kF8E4M3}) {
+    for (CanonicalExpert& expert : held.experts) {
+      for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+        matrix->codes = *Tensor::Allocate(dtype, matrix->codes.shape());
+      }
+    }
+    fmoe_layer* layer = nullptr;
+    EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &layer), FMOE_BAD_INPUT) << DTypeName(dtype);
+    EXPECT_NE(LastText().find("codes are " + std::string(DTypeName(dtype)) + ", the scheme unquantized"),
+              std::string::npos)
+        << LastText();
+    fmoe_layer_release(layer);
+  }
+}
+
 TEST(CApi, NamesOfALayer_AreListedWhereOneIsUnknown) {
   const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
   HeldExperts held(random);
@@ -155,6 +176,13 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
   refused("tensor_parallel=2");
   options.tensor_parallel = options.data_parallel = int64_t{1} << 62;
   refused("data_parallel=4611686018427387904");
+  // One rank is a deployment too.
+  options.redundant_experts = -1;
+  refused("num_redundant_experts is -1");
+  options.redundant_experts = 4;
+  refused("4 redundant experts need expert load balancing");
+  options.load_balancing = 1;
+  refused("expert parallelism is off");
   options.struct_size = sizeof(options) + 8;
   refused("struct_size");
   EXPECT_EQ(fmoe_layer_load(checkpoint, 99, &options, &layer), FMOE_USAGE);
@@ -204,6 +232,7 @@ TEST(CApi, RanksOnCardsThatCannotJoin_AreToldWhatIsMissing) {
   EXPECT_NE(LastText().find("2.18.0 or later"), std::string::npos) << LastText();
   EXPECT_EQ(cards, nullptr);
   EXPECT_EQ(fmoe_communicator_nccl(&host, nullptr, 0, -1, nullptr, &cards), FMOE_USAGE);
+  EXPECT_NE(LastText().find("deadline_seconds=0 must be above 0"), std::string::npos) << LastText();
   EXPECT_EQ(fmoe_communicator_finish(&host, nullptr), FMOE_UNSUPPORTED);
   EXPECT_EQ(fmoe_communicator_finish(nullptr, nullptr), FMOE_USAGE);
 }
@@ -224,6 +253,22 @@ TEST(CApi, ForwardOfTheWrongShape_IsRefusedWithBothShapes) {
   forward.hidden.dtype = static_cast<fmoe_dtype>(77);
   EXPECT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_USAGE);
   EXPECT_NE(LastText().find("hidden.dtype is 77"), std::string::npos) << LastText();
+  forward.hidden = {};
+  EXPECT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_USAGE);
+  EXPECT_NE(LastText().find("hidden is missing"), std::string::npos) << LastText();
+}
+
+// Empty tensors of many libraries have no address.
+TEST(CApi, ForwardOfNoTokens_NeedsNoAddress) {
+  const HeldLayer layer("unquantized");
+  fmoe_forward forward{};
+  forward.hidden.dtype = forward.output.dtype = FMOE_F32;
+  forward.hidden.rank = forward.output.rank = 2;
+  forward.hidden.shape[1] = forward.output.shape[1] = layer.config.hidden;
+  EXPECT_EQ(fmoe_layer_forward(layer.loaded.layer, &forward, layer.loaded.workspace, nullptr), FMOE_OK)
+      << LastText();
+  forward.hidden.shape[0] = forward.output.shape[0] = 1;
+  EXPECT_EQ(fmoe_layer_forward(layer.loaded.layer, &forward, layer.loaded.workspace, nullptr), FMOE_USAGE);
 }
 
 TEST(CApi, LastError_BelongsToItsThread) {

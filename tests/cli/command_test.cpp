@@ -158,8 +158,6 @@ TEST(Command, OptionWithoutEffect_IsUsage) {
                                           "--scheme", "int8_w8a8",   "--tokens",  "1", "--seconds", "0"};
   for (const std::vector<std::string>& more : {std::vector<std::string>{"--ep"},
                                                {"--sp"},
-                                               {"--eplb"},
-                                               {"--redundant-experts", "2"},
                                                {"--all2all", "pplx"},
                                                {"--determinism", "rank_invariant"},
                                                {"--tp", "2"}}) {
@@ -233,6 +231,32 @@ TEST(Command, UnknownOptionWithAValue_StandsInItsOrder) {
   EXPECT_NE(result.err.find("--layer 3"), std::string::npos) << result.err;
 }
 
+TEST(Command, OptionsAndValuesThatDoNotFit_AreSaidInWords) {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"bench", "--ranks", "--eplb"}, "option '--eplb' does not exist"},  // placements stay there
+      {{"inspect", "x", "--laier", "3"}, "option '--laier' does not exist: --laier 3"},
+      {{"inspect", "x", "y"}, "one argument too many: y"},
+      {{"lint", "x", "--layer"}, "--layer needs a value"},
+      {{"lint", "x", "--layer", "1", "--layer", "2"}, "--layer is given 2 times; it takes one value"},
+      {{"lint", "x", "--codes=maybe"}, "--codes takes no value, 'maybe' is given"}};
+  for (const auto& [arguments, words] : cases) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << words;
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
+  }
+}
+
+TEST(Command, FileBeyondTheLimitOfTheSystem_IsSaidAndNotLeft) {
+  const TemporaryDirectory directory;
+  const std::string output = directory / "out.safetensors";
+  const SampleCheckpoint sample("qwen3_moe", "nvfp4_w4a16");
+  const std::string run = CommandText() + " run " + sample.path() + " --input " + sample.path() +
+                          "/io/input.safetensors --output " + output;
+  const int status = std::system(("sh -c 'ulimit -f 0; " + run + "' >/dev/null 2>&1").c_str());
+  EXPECT_EQ(WEXITSTATUS(status), 5) << status;
+  EXPECT_FALSE(std::filesystem::exists(output));
+}
+
 TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {
   for (const std::vector<std::string>& arguments :
        {std::vector<std::string>{"tune", "--isa", "sse9"},
@@ -241,6 +265,17 @@ TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {
     const ProcessResult result = RunCommand(arguments);
     EXPECT_EQ(result.exit_code, 2) << arguments[0];
     EXPECT_NE(result.err.find("'sse9' does not exist; there are avx2, "), std::string::npos) << result.err;
+  }
+}
+
+TEST(Command, UnknownNames_ListWhatThereIs) {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"sample", "--family", "mixtral", "--scheme", "int4_w4a16_g128", "--output", "/nowhere/x"},
+       "(a granularity stands behind a colon, as in int4_w4a16:g128)"},
+      {{"tune", "--isa", kForeignIsa}, "; both have "}};
+  for (const auto& [arguments, words] : cases) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
   }
 }
 
@@ -291,6 +326,27 @@ TEST(Command, Help_ShowsNoDefaultOfWhatIsRequired) {
   }
 }
 
+// A default that the option itself would refuse stands for "without it", which the words say.
+TEST(Command, Help_ShowsNoDefaultOutOfItsRange) {
+  for (const std::string& command : FirstWords(RunCommand({"--help"}).out, "  ")) {
+    std::istringstream help(RunCommand({command, "--help"}).out);
+    double lowest = 0, highest = -1;
+    for (std::string line; std::getline(help, line);) {
+      if (line.starts_with("  --")) {
+        highest = -1;
+        std::sscanf(line.c_str(), "%*s %*s in [%lf - %lf]", &lowest, &highest);
+      }
+      double shown = 0;
+      const size_t bracket = line.rfind(" [");
+      if (highest >= 0 && bracket != std::string::npos && line.ends_with("]") &&
+          std::sscanf(line.c_str() + bracket, " [%lf]", &shown) == 1 &&
+          line.find(" - ", bracket) == std::string::npos) {
+        EXPECT_TRUE(shown >= lowest && shown <= highest) << command << ": " << line;
+      }
+    }
+  }
+}
+
 TEST(Command, Help_SaysThatGgufFilesAreRead) {
   for (const char* command :
        {"run", "verify", "inspect", "lint", "quantize", "convert", "calibrate", "explain", "prepare"}) {
@@ -325,8 +381,26 @@ TEST(Command, OutputThatCannotBeWritten_IsFoundBeforeTheWork) {
       const ProcessResult result = RunCommand(command);
       EXPECT_EQ(result.exit_code, folder ? 5 : 2) << arguments[0] << ": " << result.err;
       EXPECT_NE(result.err.find(output), std::string::npos) << result.err;
+      EXPECT_EQ(result.err.find("its folder must exist") != std::string::npos, folder) << result.err;
     }
   }
+}
+
+// The folder for unfinished files fits into a path, the mark in it does not: an error like any other.
+TEST(Command, MarkThatCannotBeLookedAt_IsSaidInJsonToo) {
+  const TemporaryDirectory directory;
+  std::string folder = directory / "d";
+  const size_t longest = 4095 - std::string("/.x.incomplete").size();
+  while (folder.size() + 201 <= longest) {
+    folder += "/" + std::string(200, 'd');
+  }
+  folder += "/" + std::string(longest - folder.size() - 1, 'e');
+  std::filesystem::create_directories(folder);
+  const ProcessResult result =
+      RunCommand({"sample", "--family", "mixtral", "--scheme", "unquantized", "--json", "--hidden", "32",
+                  "--intermediate", "32", "--experts", "2", "--output", folder + "/x"});
+  EXPECT_EQ(result.exit_code, 5) << result.err;
+  EXPECT_EQ(result.Json().at("error").at("message"), "cannot look into the directory: File name too long");
 }
 
 // A file that cannot be opened, since it is being executed, is not removed in place of being written.

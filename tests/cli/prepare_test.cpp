@@ -104,6 +104,12 @@ TEST(Prepare, File_RunsAndVerifiesLikeItsCheckpoint) {
     EXPECT_NE(refused.err.find(verified.Json()["layout_key"].get<std::string>()), std::string::npos);
     EXPECT_EQ(
         RunCommand({"prepare", file, "--invert", "--backend", other, "--output", out + ".no"}).exit_code, 4);
+    const ProcessResult misspelt =
+        RunCommand({"prepare", file, "--invert", "--backend", "MARLEN", "--output", out + ".no"});
+    EXPECT_EQ(misspelt.exit_code, 2);
+    EXPECT_NE(misspelt.err.find("'MARLEN' does not exist; layouts to write have FLASHINFER_TRTLLM, "),
+              std::string::npos)
+        << misspelt.err;
     EXPECT_FALSE(std::filesystem::exists(out + ".no"));
     EXPECT_EQ(RunCommand({"run", file, "--layer", "7", "--input", sample.input(), "--output", out}).exit_code,
               2);

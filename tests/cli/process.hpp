@@ -18,6 +18,13 @@ inline constexpr const char* kFirstIsa = "neon";
 inline constexpr const char* kFirstIsa = "avx2";
 #endif
 
+/// A level of the other architecture, which no machine of this one has.
+#if defined(__aarch64__)
+inline constexpr const char* kForeignIsa = "avx2";
+#else
+inline constexpr const char* kForeignIsa = "neon";
+#endif
+
 /// What a finished process left behind.
 struct ProcessResult {
   int exit_code = -1;  ///< -1: killed by a signal, or not started

@@ -205,6 +205,12 @@ TEST_F(PackCache, FolderThatCannotBeWrittenIsNoError) {
   std::vector<std::string> notes;
   RunLayer(made, options, &notes);
   EXPECT_TRUE(Says(notes, "not kept"));
+  // The reason is that of the folder, not that the file in it finds none.
+  fs::create_symlink(Path("nowhere/at all"), Path("dangling"));
+  options.pack_cache = Path("dangling");
+  notes.clear();
+  RunLayer(made, options, &notes);
+  EXPECT_TRUE(Says(notes, "dangling: cannot make the folder: ")) << testing::PrintToString(notes);
 }
 
 TEST_F(PackCache, IdentityOfACheckpointFollowsFilesLayerAndShare) {

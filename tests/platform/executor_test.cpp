@@ -37,6 +37,23 @@ TEST(ExecutorContract, EachIndexRunsOnceOnAnyNumberOfThreads) {
   EXPECT_EQ(sum, 10);
 }
 
+TEST(ExecutorContract, ThreadThatCannotBeStarted_IsSaidWithItsReason) {
+  pthread_attr_t usual, huge;
+  ASSERT_EQ(pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(pthread_getattr_default_np(&huge), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&huge, size_t{1} << 47), 0);  // more than there are addresses
+  ASSERT_EQ(pthread_setattr_default_np(&huge), 0);
+  const auto pool = ThreadPool::Create(3);
+  ASSERT_EQ(pthread_setattr_default_np(&usual), 0);
+  pthread_attr_destroy(&huge);
+  pthread_attr_destroy(&usual);
+  ASSERT_FALSE(pool.ok());
+  EXPECT_EQ(pool.status().code(), StatusCode::kSystem);
+  EXPECT_NE(pool.status().message().find("thread 2 of 3: Resource temporarily unavailable"),
+            std::string::npos)
+      << pool.status().ToString();
+}
+
 TEST(ExecutorContract, ResultsOfOneCallAreVisibleToTheNext) {
   auto pool = ThreadPool::Create(7);
   ASSERT_TRUE(pool.ok());

@@ -315,7 +315,10 @@ class Words(CheckTest):
         self.expect("words", "link to 'gone.md'")
         self.write("docs/a.md", "read `a.cpp`, `core/a.cpp`, then `core/gone.hpp`\n")
         self.expect("words", "docs/a.md:1: names 'core/gone.hpp'")
-        self.write("docs/a.md", "read `a.cpp` and `core/a.cpp`\n")
+        self.write("docs/a.md", "a task of `GateTasks`\n")
+        self.expect("words", "docs/a.md:1: names 'GateTasks', which no source has")
+        self.write("src/core/b.hpp", "class GateTasks;\nvoid RoundHalfAway();\n")
+        self.write("docs/a.md", "`GateTasks` round by `HalfAway`; read `a.cpp` and `core/a.cpp`\n")
         self.write("src/core/a.cpp", "int a;\n")
         self.expect_clean("words")
 

@@ -35,7 +35,8 @@ Result<MoeConfig> ConfigOf(const RankBenchOptions& options) {
     }
   }
   if (options.parallel.enable_eplb) {
-    return Status::Usage("bench --ranks measures a placement that stays; leave --eplb out");
+    return Status::Usage(
+        "a placement that stays is measured; leave load balancing (parallel.enable_eplb) out");
   }
   return config;
 }

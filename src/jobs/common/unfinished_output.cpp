@@ -141,8 +141,12 @@ Result<std::unique_ptr<UnfinishedOutput>> UnfinishedOutput::Take(const OutputPla
     return Status::System("cannot create the directory: " + error.message()).WithFile(temporary.string());
   }
   // A run that was killed has left the directory with its mark, or empty.
-  if (!fs::exists(marker) && !fs::is_empty(temporary, error)) {
+  const bool marked = fs::exists(marker, error);
+  if (!error && !marked && !fs::is_empty(temporary, error) && !error) {
     return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
+  }
+  if (error) {
+    return Status::System("cannot look into the directory: " + error.message()).WithFile(temporary.string());
   }
   Result<std::unique_ptr<platform::FileLock>> lock = platform::FileLock::Take(marker.string());
   if (!lock.ok()) {

@@ -142,7 +142,8 @@ Result<PrepareReport> InvertPrepared(const std::string& prepared_path, const std
   if (!NamedBackend(asked_backend).empty()) {
     const Backend* backend = FindBackend(asked_backend);
     if (backend == nullptr) {
-      return Status::Usage(fmt::format("backend '{}' does not exist", asked_backend));
+      return Status::Usage(fmt::format("backend '{}' does not exist; layouts to write have {}", asked_backend,
+                                       fmt::join(BackendsWithLayouts(), ", ")));
     }
     if (backend->layout_key != file.weights.layout_key) {
       return Status::Unsupported(fmt::format("the file is in the layout '{}'; {} reads '{}'",

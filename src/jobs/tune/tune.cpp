@@ -68,7 +68,8 @@ Status CheckIsas(const std::vector<std::string>& isas) {
       return Status::Usage(fmt::format("isa '{}' does not exist; there are {}", name, IsaNames()));
     }
     if (!HostMachine().Has(*isa) || cpu::FindKernelTable(*isa) == nullptr) {
-      return Status::Unsupported(fmt::format("this CPU or this build has no kernels for {}", name));
+      return Status::Unsupported(fmt::format("this CPU or this build has no kernels for {}; both have {}",
+                                             name, fmt::join(IsasOf({}), ", ")));
     }
   }
   return Status::Ok();

@@ -4,11 +4,13 @@
 #include <fusedmoe/communicator.hpp>
 
 #include "parallel/mpi/engine_communicator.hpp"
+#include "parallel/pause.hpp"
 
 namespace fusedmoe {
 
 Result<std::shared_ptr<Communicator>> MpiCommunicator(const std::string& plugin,
                                                       const CommunicatorOptions& options) {
+  FMOE_RETURN_IF_ERROR(CheckDeadline(options.deadline_seconds));
   // RTLD_GLOBAL: Open MPI opens components of its own, which look for its symbols among the global ones.
   void* module = dlopen(plugin.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (module == nullptr) {

@@ -37,9 +37,10 @@ struct Place {
 Result<std::shared_ptr<Communicator>> CardCommunicator::Create(std::shared_ptr<Communicator> host,
                                                                const NcclOptions& options,
                                                                const CardAccess& cards) {
-  if (host == nullptr || !(options.deadline_seconds > 0)) {
-    return Status::Usage("ranks on cards need a communicator of their hosts and a deadline above 0 s");
+  if (host == nullptr) {
+    return Status::Usage("ranks on cards need a communicator of their hosts, which is null");
   }
+  FMOE_RETURN_IF_ERROR(CheckDeadline(options.deadline_seconds));
   std::shared_ptr<CardCommunicator> made(new CardCommunicator(std::move(host), options, cards));
   Communicator& ranks = *made->host_;
   // Each step ends with a verdict of all ranks: what one of them lacks, all report, and none waits for it.

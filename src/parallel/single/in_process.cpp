@@ -10,6 +10,7 @@
 #include <fusedmoe/communicator.hpp>
 
 #include "parallel/mpi/engine_communicator.hpp"
+#include "parallel/pause.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -123,6 +124,7 @@ Result<std::vector<std::shared_ptr<Communicator>>> InProcessCommunicators(
   if (size < 1 || size > 4096) {
     return Status::Usage(fmt::format("{} ranks in one process; 1 to 4096 are possible", size));
   }
+  FMOE_RETURN_IF_ERROR(CheckDeadline(options.deadline_seconds));
   auto mailbox = std::make_shared<Mailbox>();
   std::vector<std::shared_ptr<Communicator>> ranks;
   for (int64_t rank = 0; rank < size; ++rank) {

@@ -153,20 +153,20 @@ Status ChooseWire(Communicator& communicator, WireChoice& choice) {
   return Status::Ok();
 }
 
-Status CheckPlace(const AllToAllParts& parts) {
-  const TokenLayout layout = TokenLayoutOf(parts.config.parallel);
-  if (parts.communicator->size() != layout.ranks || parts.communicator->rank() != layout.rank) {
+Status CheckPlace(const ParallelConfig& parallel, const Communicator& communicator) {
+  const TokenLayout layout = TokenLayoutOf(parallel);
+  if (communicator.size() != layout.ranks || communicator.rank() != layout.rank) {
     return Status::Usage(
         fmt::format("the parallel configuration is that of rank {} of {}, the communicator "
                     "that of rank {} of {}",
-                    layout.rank, layout.ranks, parts.communicator->rank(), parts.communicator->size()));
+                    layout.rank, layout.ranks, communicator.rank(), communicator.size()));
   }
   return Status::Ok();
 }
 
 Result<std::unique_ptr<PrepareFinalize>> MakeAllToAllPrepareFinalize(AllToAllParts parts,
                                                                      WorkspaceBook& book) {
-  FMOE_RETURN_IF_ERROR(CheckPlace(parts));
+  FMOE_RETURN_IF_ERROR(CheckPlace(parts.config.parallel, *parts.communicator));
   const bool batched = ProtocolOf(parts.config.parallel) == WireProtocol::kExpertRows;
   if (parts.slot_rows && !batched && parts.traits.weight_and_reduce != WeightAndReduceKind::kContiguous) {
     return Status::Unsupported(

@@ -75,7 +75,7 @@ struct AllToAllParts {
 };
 
 /// kUsage where the communicator is that of another rank than the parallel configuration.
-Status CheckPlace(const AllToAllParts& parts);
+Status CheckPlace(const ParallelConfig& parallel, const Communicator& communicator);
 
 /// Prepare and finalize across ranks: the three wire protocols. Rows travel as the experts want them (plain,
 /// or codes with linear scales), behind headers that all ranks have agreed on; results return in fp32 and are

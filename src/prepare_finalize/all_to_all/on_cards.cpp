@@ -240,7 +240,7 @@ Result<std::unique_ptr<PrepareFinalize>> MakeGatherOnCards(AllToAllParts parts, 
                                      parts.communicator->name()))
         .WithHint("NcclCommunicator makes one from it");
   }
-  FMOE_RETURN_IF_ERROR(CheckPlace(parts));
+  FMOE_RETURN_IF_ERROR(CheckPlace(parts.config.parallel, *parts.communicator));
   if (ProtocolOf(parts.config.parallel) != WireProtocol::kGather) {
     return Status::Unsupported(
         fmt::format("'{}' sends rows where their ids say, and on cards no host knows the "
