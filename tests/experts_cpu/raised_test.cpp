@@ -13,7 +13,7 @@
 #include "kernel_stripes.hpp"
 
 /// Weights that are multiplied as fp32 subnormals and small numbers, beside tiles that are raised by as much
-/// (dot_raised_avx2_isa.hpp): the bits of fp32 tiles, whatever the sizes of values.
+/// (dot_bytes_avx2_isa.hpp): the bits of fp32 tiles, whatever the sizes of values.
 namespace fusedmoe::cpu {
 namespace {
 

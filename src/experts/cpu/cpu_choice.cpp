@@ -161,7 +161,7 @@ TileChoice ChooseTile(const MoeProblem& problem, const Machine& machine, WeightK
     return *pair;
   }
   if (IsFloatKernel(kernel)) {
-    // Elsewhere subnormal weights take a hundred times as long (dot_raised_avx2_isa.hpp).
+    // Elsewhere subnormal weights take a hundred times as long (dot_bytes_avx2_isa.hpp).
     const TileKind tile = IsAmd(machine) && has(kTileRaised) ? kTileRaised : kTileF32;
     return both(tile, activation.quantized() ? RowRule::kFakeQuantized : RowRule::kAsTheyAre);
   }

@@ -13,7 +13,6 @@
 ///     Dot             sums + the products of a word of the rows with one of a token
 ///     Finish          two chains of sums in fp32
 ///     Decode          the words of 64 bytes of a panel, for one half of the rows
-///     kHasShortUnit   whether it has a way of its own for short tiles: ShortUnit (dot_raised_avx2_isa.hpp)
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -27,7 +26,6 @@ constexpr int VectorK(WeightKernel weight) {
 
 struct F32Unit {
   static constexpr int kWordK = 1;
-  static constexpr bool kHasShortUnit = false;
   using Word = Floats;
   using Sums = Floats;
 

@@ -12,7 +12,6 @@ namespace {
 
 struct PairUnit {
   static constexpr int kWordK = 2;
-  static constexpr bool kHasShortUnit = false;
   using Word = Ints;
   FMOE_INLINE Word Broadcast(const int32_t* word) { return IntSet(*word); }
   FMOE_INLINE Word LoadWord(const uint8_t* words) { return LoadInts(words); }

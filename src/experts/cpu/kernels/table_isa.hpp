@@ -4,7 +4,7 @@
 #if defined(__AVX512BW__)
 #include "experts/cpu/kernels/dot_staged_isa.hpp"
 #elif defined(__AVX2__)
-#include "experts/cpu/kernels/dot_raised_avx2_isa.hpp"
+#include "experts/cpu/kernels/dot_bytes_avx2_isa.hpp"
 #endif
 #include "experts/cpu/kernels/epilogue_isa.hpp"
 #include "experts/cpu/kernels/integer_table_isa.hpp"

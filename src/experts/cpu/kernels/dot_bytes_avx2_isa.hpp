@@ -5,84 +5,97 @@
 #include "experts/cpu/kernels/dot_float_isa.hpp"
 #include "experts/cpu/kernels/unit_scale_isa.hpp"
 
-/// Codes of e4m3 where fp32 has the same bits (kTileRaised), on cores of AMD: subnormal numbers cost those of
-/// Intel a hundred times as much as others.
+/// Short tiles of e4m3, where registers hold half of a stripe: a word of all rows at a time, and as many sums
+/// as registers hold. 32 bytes of a panel are k and k + 1 of 16 rows; the odd k are the upper bytes of words,
+/// the even ones those of what is shifted by a byte.
+///
+/// On cores of Intel (kTileF32) codes go to their place in f16 and are converted.
+///
+/// On cores of AMD (kTileRaised) they go to their place in fp32:
 ///
 ///     s eeee mmm  ->  s 0000 eeee mmm 0 ... 0     2^-120 of the number, of subnormal ones as well
 ///
-/// A conversion from f16 begins once a cycle there, and gives eight; this takes two to three operations of
-/// which four begin. Panels expect 2^-8 of the numbers, so the 2^112 in between stand beside the tile, as a
-/// scale of each unit: values of the tile are raised until the largest of 64 is about 2^112, and no product
-/// is subnormal. All factors are powers of two, so that sums have the bits of kTileF32.
+/// A conversion begins once a cycle there, and gives eight; this takes one operation and a mask, of which
+/// four begin. Panels expect 2^-8 of the numbers, so the 2^112 in between stand beside the tile, as a scale
+/// of each unit: values of the tile are raised until the largest of 64 is about 2^112, and no product is
+/// subnormal. All factors are powers of two, so that sums have the bits of kTileF32. A subnormal operand
+/// costs cores of Intel a hundred times as much as another.
 ///
-/// Zen 3, weights in L2, one, two and four tokens: 24, 17 and 9 GB/s; by conversions ... .
+/// Zen 3, weights in L2, one, two and four tokens: 23, 17 and 8 GB/s, by look-ups of the bytes of bf16
+/// 17, 12.5 and 7.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// Where the bits go. A lane has two codes of one row, k and k + 1, and two of the next row: the odd k are
-/// the upper bytes of its words, the even ones those of what is shifted by a byte. The upper word comes to
-/// its place by a shift, the lower one by a product, which has a port that shifts do not have.
-struct E4m3Places {
+FMOE_INLINE Ints EvenBytesUp(Ints x) {
+  return _mm256_slli_epi16(x, 8);
+}
+
+/// Numbers of the upper bytes of 16 words, divided by 256.
+struct ByConversion {
+  Ints mask;
+
+  FMOE_INLINE ByConversion Make() { return {_mm256_set1_epi16((short)0xbf80)}; }
+  __attribute__((always_inline)) void Upper(Ints x, Floats* out) const {
+    const Ints f16 = IntAnd(_mm256_srai_epi16(x, 1), mask);
+    out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(f16));
+    out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(f16, 1));
+  }
+  FMOE_INLINE void RowsInOrder(Floats*) {}
+};
+
+/// The same divided by 2^120, of the even words and of the odd ones: an odd word comes to its place by a
+/// shift, an even one by a product, which has a port that shifts do not have.
+struct ByPlace {
   Ints mask, factor;
 
   /// In registers: loads are half of what two tokens wait for.
-  FMOE_INLINE E4m3Places Make() {
-    E4m3Places places = {IntSet((int)0x87f00000), IntSet(1 << 12)};
+  FMOE_INLINE ByPlace Make() {
+    ByPlace places = {IntSet((int)0x87f00000), IntSet(1 << 12)};
     InPlace(places.mask);
     InPlace(places.factor);
     return places;
   }
-  FMOE_INLINE Ints EvenBytesUp(Ints x) { return _mm256_slli_epi16(x, 8); }
-  template <int kWord>
-  __attribute__((always_inline)) Floats Upper(Ints x) const {
-    return FromBits(IntAnd(kWord == 0 ? MultiplyAddWordPairs(x, factor) : ShiftRightSigned<4>(x), mask));
+  __attribute__((always_inline)) Floats Even(Ints x) const {
+    return FromBits(IntAnd(MultiplyAddWordPairs(x, factor), mask));
+  }
+  __attribute__((always_inline)) void Upper(Ints x, Floats* out) const {
+    out[0] = Even(x);
+    out[1] = FromBits(IntAnd(ShiftRightSigned<4>(x), mask));
+  }
+  /// Rows 0, 2, ..., 14 and 1, 3, ..., 15 to rows 0-7 and 8-15.
+  FMOE_INLINE void RowsInOrder(Floats* rows) {
+    const Floats low = _mm256_unpacklo_ps(rows[0], rows[1]), high = _mm256_unpackhi_ps(rows[0], rows[1]);
+    rows[0] = _mm256_permute2f128_ps(low, high, 0x20);
+    rows[1] = _mm256_permute2f128_ps(low, high, 0x31);
   }
 };
 
-struct RawUnit : F32Unit {
-  static constexpr bool kHasShortUnit = true;
+/// A unit with a short tile, one or two tokens at a time: four or eight sums, as many as an addition waits
+/// for. The additions of ShortUnits in their order.
+template <WeightKernel kWeight, TileKind kKind, typename Bytes>
+struct ShortUnitOfBytes {
+  static constexpr bool kExists = true;
 
-  template <WeightKernel kWeight>
-  FMOE_INLINE void Decode(const uint8_t* vector, int half, Word* out) {
-    const E4m3Places places = E4m3Places::Make();
-    Unroll<2>([&](int pair) FMOE_FLAT {
-      const __m128i words = _mm_loadu_si128((const __m128i*)(vector + 32 * pair + 16 * half));
-      const Ints odd = _mm256_cvtepu16_epi32(words);
-      out[2 * pair] = places.Upper<0>(E4m3Places::EvenBytesUp(odd));
-      out[2 * pair + 1] = places.Upper<0>(odd);
-    });
-  }
-
-  /// A unit with a short tile, two tokens at a time.
-  template <WeightKernel kWeight, int kHeight>
-  FMOE_INLINE void ShortUnit(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead,
-                             const int32_t* words, const float* scales, Floats (*totals)[kHeight]) {
+  template <int kHeight>
+  FMOE_INLINE void Add(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead, const int32_t* words,
+                       const float* scales, Floats (*totals)[kHeight]) {
     constexpr int kAtOnce = kHeight < 2 ? kHeight : 2;
     Unroll<kHeight / kAtOnce>([&](auto pass) FMOE_FLAT {
-      AddTokens<kWeight, kHeight, decltype(pass)() * kAtOnce, kAtOnce>(unit, group_scales, ahead, words,
-                                                                       scales, totals);
+      AddTokens<kHeight, decltype(pass)() * kAtOnce, kAtOnce>(unit, group_scales, ahead, words, scales,
+                                                              totals);
     });
   }
 
  private:
-  /// Rows 0, 2, ..., 14 and 1, 3, ..., 15 to rows 0-7 and 8-15.
-  FMOE_INLINE void RowsInOrder(Floats& first, Floats& second) {
-    const Floats low = _mm256_unpacklo_ps(first, second), high = _mm256_unpackhi_ps(first, second);
-    first = _mm256_permute2f128_ps(low, high, 0x20);
-    second = _mm256_permute2f128_ps(low, high, 0x31);
-  }
-
-  /// kTokens of a tile from kFirst on: one or two, whose four or eight sums stay in registers and are as many
-  /// as an addition waits for. A word of the rows at a time; the additions of ShortUnits in their order.
-  template <WeightKernel kWeight, int kHeight, int kFirst, int kTokens>
+  template <int kHeight, int kFirst, int kTokens>
   FMOE_INLINE void AddTokens(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead,
                              const int32_t* words, const float* scales, Floats (*totals)[kHeight]) {
-    using Panel = FloatPanel<kWeight, RawUnit>;
+    using Panel = FloatPanel<kWeight, F32Unit>;
     constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
-    const E4m3Places places = E4m3Places::Make();
+    const Bytes bytes = Bytes::Make();
     Floats scaled[2][kTokens];
     Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
-      Floats sums[2][kTokens][2];  // of even and of odd rows
+      Floats sums[2][kTokens][2];
       Unroll<4 * kTokens>([&](int i) FMOE_FLAT { (&sums[0][0][0])[i] = Zero(); });
       for (int v = 0; v < kGroupVectors; ++v, unit += 64, words += 4 * kHeight) {
         if constexpr (kFirst == 0) {
@@ -92,16 +105,16 @@ struct RawUnit : F32Unit {
           constexpr int kPair = decltype(step)() / 2, kByte = 1 - decltype(step)() % 2;
           constexpr int kWord = 2 * kPair + kByte;
           const Ints odd = LoadInts(unit + 32 * kPair);
-          const Ints codes = kByte == 1 ? odd : E4m3Places::EvenBytesUp(odd);
-          const Floats weights[2] = {places.Upper<0>(codes), places.Upper<1>(codes)};
-          DotWord<kTileRaised, 2, kTokens, kHeight>(kWord, weights, words + kWord * kHeight + kFirst, sums);
+          Floats weights[2];
+          bytes.Upper(kByte == 1 ? odd : EvenBytesUp(odd), weights);
+          DotWord<kKind, 2, kTokens, kHeight>(kWord, weights, words + kWord * kHeight + kFirst, sums);
           Unroll<2 * kTokens>([&](int i) FMOE_FLAT { InPlace(sums[i / kTokens][i % kTokens][kByte]); });
         });
       }
       Unroll<kTokens>([&](int t) FMOE_FLAT {
         Floats of_group[2];
-        Unroll<2>([&](int i) FMOE_FLAT { of_group[i] = Finish(sums[i][t][0], sums[i][t][1]); });
-        RowsInOrder(of_group[0], of_group[1]);
+        Unroll<2>([&](int i) FMOE_FLAT { of_group[i] = F32Unit::Finish(sums[i][t][0], sums[i][t][1]); });
+        Bytes::RowsInOrder(of_group);
         Unroll<2>([&](int half) FMOE_FLAT {
           Floats& so_far = scaled[half][t];
           so_far = Panel::AddGroup(of_group[half], group_scales, group, half, so_far);
@@ -114,13 +127,34 @@ struct RawUnit : F32Unit {
     Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
       const int half = i / kTokens, token = i % kTokens;
       Floats& total = totals[half][kFirst + token];
-      total = AddUnit<kTileRaised>(total, scaled[half][token], scales + kFirst + token);
+      total = AddUnit<kKind>(total, scaled[half][token], scales + kFirst + token);
+    });
+  }
+};
+
+template <WeightKernel kWeight>
+requires(kWeight >= kWeightE4m3 && kWeight <= kWeightMxfp8) struct ShortUnit<kWeight, kTileF32>
+    : ShortUnitOfBytes<kWeight, kTileF32, ByConversion> {
+};
+template <WeightKernel kWeight>
+struct ShortUnit<kWeight, kTileRaised> : ShortUnitOfBytes<kWeight, kTileRaised, ByPlace> {};
+
+/// Words for tall tiles.
+struct RaisedUnit : F32Unit {
+  template <WeightKernel kWeight>
+  FMOE_INLINE void Decode(const uint8_t* vector, int half, Word* out) {
+    const ByPlace places = ByPlace::Make();
+    Unroll<2>([&](int pair) FMOE_FLAT {
+      const __m128i words = _mm_loadu_si128((const __m128i*)(vector + 32 * pair + 16 * half));
+      const Ints odd = _mm256_cvtepu16_epi32(words);
+      out[2 * pair] = places.Even(EvenBytesUp(odd));
+      out[2 * pair + 1] = places.Even(odd);
     });
   }
 };
 template <>
 struct FloatUnit<kTileRaised> {
-  using Type = RawUnit;
+  using Type = RaisedUnit;
 };
 
 /// Subnormal numbers count while it lives, also in programs that have them taken for zeros (DAZ and FTZ of
