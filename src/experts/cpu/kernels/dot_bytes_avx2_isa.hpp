@@ -74,7 +74,7 @@ struct ByPlace {
 /// for. The additions of ShortUnits in their order.
 template <WeightKernel kWeight, TileKind kKind, typename Bytes>
 struct ShortUnitOfBytes {
-  static constexpr bool kExists = true;
+  static constexpr int kMostTokens = 4;
 
   template <int kHeight>
   FMOE_INLINE void Add(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead, const int32_t* words,
@@ -133,11 +133,20 @@ struct ShortUnitOfBytes {
 };
 
 template <WeightKernel kWeight>
-requires(kWeight >= kWeightE4m3 && kWeight <= kWeightMxfp8) struct ShortUnit<kWeight, kTileF32>
-    : ShortUnitOfBytes<kWeight, kTileF32, ByConversion> {
-};
-template <WeightKernel kWeight>
 struct ShortUnit<kWeight, kTileRaised> : ShortUnitOfBytes<kWeight, kTileRaised, ByPlace> {};
+
+template <WeightKernel kWeight>
+struct ConvertedUnit : ShortUnitOfBytes<kWeight, kTileF32, ByConversion> {
+  static constexpr int kMostTokens = 2;  // four meet half of the rows: 6.3 instead of 5.7 GB/s
+};
+template <>
+struct ShortUnit<kWeightE4m3, kTileF32> : ConvertedUnit<kWeightE4m3> {};
+template <>
+struct ShortUnit<kWeightE4m3Scaled, kTileF32> : ConvertedUnit<kWeightE4m3Scaled> {};
+template <>
+struct ShortUnit<kWeightE4m3Stripe, kTileF32> : ConvertedUnit<kWeightE4m3Stripe> {};
+template <>
+struct ShortUnit<kWeightMxfp8, kTileF32> : ConvertedUnit<kWeightMxfp8> {};
 
 /// Words for tall tiles.
 struct RaisedUnit : F32Unit {

@@ -157,10 +157,11 @@ FMOE_INLINE void ShortHalves(const uint8_t* unit, int64_t ahead, const int32_t* 
   });
 }
 
-/// Weights and tiles that have a way of their own for a unit of a short tile (dot_bytes_avx2_isa.hpp).
+/// A way of their own that weights and tiles have for a unit of a short tile, up to so many tokens
+/// (dot_bytes_avx2_isa.hpp).
 template <WeightKernel kWeight, TileKind kKind>
 struct ShortUnit {
-  static constexpr bool kExists = false;
+  static constexpr int kMostTokens = 0;
 };
 
 /// Short tiles: stripes one after the other.
@@ -189,7 +190,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       constexpr int kBytes = kBlocks * Panel::kBlockBytes, kFirst = kAsks ? kBlocks * Panel::kCodeBytes : 0;
       const Distances ahead = PrefetchBlock<kTwice, kBytes, kFirst>(stripes, kBytes, tile);
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
-        if constexpr (ShortUnit<kWeight, kKind>::kExists) {
+        if constexpr (kHeight <= ShortUnit<kWeight, kKind>::kMostTokens) {
           ShortUnit<kWeight, kKind>::template Add<kHeight>(stripes + unit * Panel::kUnitBytes, group_scales,
                                                            ahead.near, words, scales, totals);
         } else if constexpr (TakesHalves<kWeight, kKind, kHeight>()) {
