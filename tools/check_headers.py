@@ -14,7 +14,9 @@ import source_tree
 from check_layers import includes
 
 # Headers of kernels are compiled for the largest instruction set, in the namespace that the build would give them, on x86;
-# those of AArch64 there or where a cross compiler is found.
+# those of registers of 256 bits without larger ones, those of AArch64 there or where a cross compiler is found.
+AVX2_HEADERS = "_avx2_isa.hpp"  # how their names end
+AVX2_KERNEL_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-DFMOE_ISA_NS=header_check"]
 KERNEL_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
                 "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mavx512fp16", "-mamx-tile", "-mamx-int8",
                 "-mamx-bf16", "-DFMOE_ISA_NS=header_check"]
@@ -75,6 +77,8 @@ def _flags(root, name, text):
         flags += shlex.split(shown.stdout) if shown and shown.returncode == 0 else []
     if name.endswith(ARM_HEADERS):
         flags += ARM_KERNEL_FLAGS
+    elif name.endswith(AVX2_HEADERS):
+        flags += AVX2_KERNEL_FLAGS
     elif name.endswith("_isa.hpp") or "<immintrin.h>" in text and os.uname().machine == "x86_64":
         flags += KERNEL_FLAGS
     return flags
