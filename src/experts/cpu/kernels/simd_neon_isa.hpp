@@ -20,8 +20,8 @@ struct Ints {
 constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = true;
-/// sdot takes weights for signed: those of 8 bits come to it less 128 (integer_units_isa.hpp).
 constexpr bool kAsksBesideFloats = false;  // AsksByVectors
+/// sdot takes weights for signed: those of 8 bits come to it less 128 (integer_units_isa.hpp).
 constexpr bool kSignedWeights = true;
 
 FMOE_INLINE uint8x16_t BytesOf(int32x4_t x) {
@@ -340,7 +340,8 @@ FMOE_INLINE Ints AddWords(Ints a, Ints) {
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t) {
   return a;
 }
-FMOE_INLINE void InPlace(Ints&) {}
+template <typename Vector>
+FMOE_INLINE void InPlace(Vector&) {}
 
 /// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
 FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
@@ -354,13 +355,15 @@ FMOE_INLINE void Prefetch(const uint8_t* p) {
   __builtin_prefetch(p, 0, 3);
 }
 /// At this place among the operations that change `x`, whereas the compiler moves plain requests.
-FMOE_INLINE void PrefetchBeside(const uint8_t* p, Ints& x) {
+template <typename Vector>
+FMOE_INLINE void PrefetchBeside(const uint8_t* p, Vector& x) {
   asm("prfm pldl1keep, %1" : "+w"(x.low) : "Q"(*p));
 }
 FMOE_INLINE void PrefetchFar(const uint8_t* p) {
   __builtin_prefetch(p, 0, 2);
 }
-FMOE_INLINE void PrefetchFarBeside(const uint8_t* p, Ints& x) {
+template <typename Vector>
+FMOE_INLINE void PrefetchFarBeside(const uint8_t* p, Vector& x) {
   asm("prfm pldl2keep, %1" : "+w"(x.low) : "Q"(*p));
 }
 
