@@ -52,12 +52,12 @@ bool IsAmd(const Machine& machine) {
 
 /// With weights from memory, share of a plain read (docs/kernels_reading.md). On cores of AMD, the longer a
 /// kernel computes on a block, the earlier it has to ask: 16 bits (95 % at 5 KB) and int8 that meets one
-/// plane do with less; 16 bits on Zen 3, which 5 KB serve worst of all (11.3 GB/s; 2 KB 14.2,
-/// 4 13.9, 7.5 13.6). Cores of Intel are asked twice where kernels can, and once by others, beyond the page
-/// that they prefetch to its end by themselves.
+/// plane do with less, 16 bits on Zen 3 with least (one token: 1 KB 18.4 GB/s, 2 17.5, 4 15.9, 6 13.8; four
+/// tokens 9.4, 11.2, 12.3, 11.9). Cores of Intel are asked twice where kernels can, and once by others,
+/// beyond the page that they prefetch to its end by themselves.
 void SetPrefetch(const Machine& machine, const KernelTable* table, TileKind tile, GemmShape& shape) {
   const int bits = shape.panel.bits();
-  const int64_t wide_ahead = machine.Has(Isa::kAvx512) ? 5120 : 4096;
+  const int64_t wide_ahead = machine.Has(Isa::kAvx512) ? 5120 : 2048;
   if (!IsAmd(machine)) {
     const bool twice = table != nullptr && table->asks_twice[shape.kernel][tile];
     shape.prefetch_far = twice ? 9216 : 0;
