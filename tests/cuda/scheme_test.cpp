@@ -120,7 +120,7 @@ TEST_P(CudaScheme, OneSmallLayer_EveryMode) {
 /// What the comparison is there to find: every fault that moves some output by more than twice what it may be
 /// away, and a lost token.
 TEST_P(CudaScheme, Faults_AreFound) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS(GetParam());
   const DrawnCase drawn = SmallLayer(GetParam(), 5, 2);
   const Batch batch = MakeBatch(drawn);
   int found = 0;
