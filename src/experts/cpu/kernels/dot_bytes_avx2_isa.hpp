@@ -166,45 +166,45 @@ struct FloatUnit<kTileRaised> {
   using Type = RaisedUnit;
 };
 
-/// Subnormal numbers count while it lives, also in programs that have them taken for zeros (DAZ and FTZ of
-/// MXCSR), as libraries built with -ffast-math do: weights below 2^-6 would be lost.
-class SubnormalsCount {
- public:
-  FMOE_FLAT SubnormalsCount() : before_(_mm_getcsr()) {
-    if ((before_ & kTakesForZero) != 0) {
-      _mm_setcsr(before_ & ~kTakesForZero);
-    }
+/// Subnormal numbers count between these two, also in programs that have them taken for zeros (DAZ and FTZ of
+/// MXCSR), as libraries built with -ffast-math do: weights below 2^-6 would be lost. No destructor, which
+/// would bring a weak symbol.
+constexpr unsigned kTakesForZero = _MM_DENORMALS_ZERO_ON | _MM_FLUSH_ZERO_ON;
+FMOE_INLINE unsigned CountSubnormals() {
+  const unsigned before = _mm_getcsr();
+  if ((before & kTakesForZero) != 0) {
+    _mm_setcsr(before & ~kTakesForZero);
   }
-  FMOE_FLAT ~SubnormalsCount() {
-    if ((before_ & kTakesForZero) != 0) {
-      _mm_setcsr(before_);
-    }
+  return before;
+}
+FMOE_INLINE void Restore(unsigned before) {
+  if ((before & kTakesForZero) != 0) {
+    _mm_setcsr(before);
   }
-
- private:
-  static constexpr unsigned kTakesForZero = _MM_DENORMALS_ZERO_ON | _MM_FLUSH_ZERO_ON;
-  unsigned before_;
-};
+}
 
 template <WeightKernel kWeight, int kHeight>
 void RaisedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                float* out) {
-  const SubnormalsCount subnormals;
+  const unsigned before = CountSubnormals();
   FloatStripes<kWeight, kTileRaised, kHeight, false>(stripes, num_stripes, blocks, tile, out);
+  Restore(before);
 }
 
 template <WeightKernel kWeight>
 void RaisedDotTall(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                    float* out) {
-  const SubnormalsCount subnormals;
+  const unsigned before = CountSubnormals();
   FloatDotTall<kWeight, kTileRaised>(stripes, num_stripes, blocks, tile, out);
+  Restore(before);
 }
 
 template <WeightKernel kWeight>
 void RaisedBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stripe_stride, int64_t blocks,
                  const TileView* tiles, int64_t num_tiles, float* out) {
-  const SubnormalsCount subnormals;
+  const unsigned before = CountSubnormals();
   FloatBatch<kWeight, kTileRaised>(stripes, num_stripes, stripe_stride, blocks, tiles, num_tiles, out);
+  Restore(before);
 }
 
 template <WeightKernel kWeight>
