@@ -300,7 +300,7 @@ Action DefineBench(CLI::App& app) {
   AddPackCache(app, flags->pack_cache);
   AddTune(app, flags->tune);
   app.add_option("--activation", flags->activation,
-                 "a8 lets weight-only layers multiply with activations of 8 bits");
+                 "a8 lets weight-only layers multiply with activations of 8 bits, and FP8 add up in f16");
   app.add_option("--routing", flags->routing,
                  "uniform, skewed (nine tokens of ten share an expert), or a safetensors file with topk_ids");
   app.add_option("--device", flags->device, "cpu or cuda");

@@ -69,7 +69,7 @@ enum class ActivationMode : uint8_t {
   kWeightOnly,    ///< activation scales are ignored; 15 bits, bf16 or better
   kMaxExpanded,   ///< one activation scale, the maximum over all experts
   kMaxGateUp,     ///< one activation scale an expert, the larger of gate's and up's
-  kA8             ///< int8 activations per 64 for weight-only schemes, opt-in
+  kA8             ///< opt-in: int8 per 64 in weight-only schemes; FP8 that is quantized has sums in f16
 };
 std::string_view ActivationModeName(ActivationMode mode);  ///< "as_checkpoint", "weight_only", "a8", ...
 

@@ -19,7 +19,9 @@ int64_t Bytes(const CanonicalMatrix& matrix) {
 }  // namespace
 
 ActivationFormat ActivationOf(const MoeProblem& problem) {
-  return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
+  const bool as_scheme =
+      problem.activation == ActivationMode::kAsCheckpoint || problem.activation == ActivationMode::kA8;
+  return as_scheme ? problem.scheme.activation : ActivationFormat{};
 }
 
 ActivationFormat A8Format() {

@@ -89,12 +89,12 @@ TEST_F(Bench, SkewedRouting_VisitsFewerExperts) {
 
 TEST_F(Bench, Unsupported_ExitsFourWithTheRowsThatRan) {
   const ProcessResult result =
-      Run({"--scheme", "nvfp4_w4a16,fp8_w8a8", "--tokens", "1", "--activation", "a8"});
+      Run({"--scheme", "nvfp4_w4a16,int8_w8a8", "--tokens", "1", "--activation", "a8"});
   EXPECT_EQ(result.exit_code, 4) << result.err;
   const nlohmann::json json = result.Json();
   EXPECT_EQ(json.at("results").size() + json.at("refused").size(), 2U);
   ASSERT_GE(json.at("refused").size(), 1U);
-  EXPECT_EQ(json.at("refused").back().at("scheme"), "fp8_w8a8");
+  EXPECT_EQ(json.at("refused").back().at("scheme"), "int8_w8a8");
   EXPECT_FALSE(json.at("refused").back().at("reason").get<std::string>().empty());
 }
 

@@ -12,7 +12,9 @@
 #include <fusedmoe/safetensors.hpp>
 
 #include "cli/process.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "numerics/rows.hpp"
+#include "platform/cpu_features.hpp"
 #include "support/relative_l2.hpp"
 #include "support/tensors.hpp"
 #include "support/test_name.hpp"
@@ -106,6 +108,32 @@ TEST_P(GoldenCheckpoint, Run_ComesAsCloseAsItsCaseAsks) {
     ++compared;
   }
   EXPECT_GT(compared, 0);
+}
+
+/// Whatever level a machine has: tolerances are those of the cases.
+TEST_P(GoldenCheckpoint, RunOnEveryLevel_ComesAsCloseAsItsCaseAsks) {
+  if (GetParam().find("fp8") == std::string::npos) {
+    GTEST_SKIP() << "levels differ most in what multiplies FP8";
+  }
+  const fs::path directory = kRoot / GetParam();
+  const nlohmann::json info = nlohmann::json::parse(ReadFile(directory / "case.json"));
+  const TemporaryDirectory temporary;
+  const std::string output = temporary / "out.safetensors";
+  for (const Isa isa : cpu::BuiltIsas()) {
+    if (!HostMachine().Has(isa)) {
+      continue;
+    }
+    SCOPED_TRACE(IsaName(isa));
+    for (const fs::directory_entry& io : fs::directory_iterator(directory / "io")) {
+      const ProcessResult result =
+          RunCommand({"run", directory, "--layer", std::to_string(info.at("layer").get<int>()), "--isa",
+                      std::string(IsaName(isa)), "--input", io.path(), "--output", output, "--json"});
+      ASSERT_EQ(result.exit_code, 0) << result.err;
+      const Result<SafetensorsFile> actual = ReadSafetensors(output);
+      ASSERT_TRUE(actual.ok()) << actual.status().ToString();
+      Compare(io.path(), *actual, info, result.Json().at("plan"));
+    }
+  }
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GoldenCheckpoint);

@@ -99,6 +99,25 @@ TEST_P(EveryIsa, EightBitActivationsOfFp8_NeedAUnitForSixteenBits) {
   }
 }
 
+/// By default sums are good enough to keep the codes of the intermediate (ExpectClose has the bounds of
+/// both).
+TEST_P(EveryIsa, QuantizedFp8_HasSumsInF16OnlyForThoseWhoAsk) {
+  const std::string isa = GetParam();
+  for (const char* scheme :
+       {"fp8_w8a8:tensor_static", "fp8_w8a8:channel", "fp8_w8a8:block128", "mxfp8_w8a8"}) {
+    LayerSpec spec{.scheme = scheme, .hidden = 384, .intermediate = 256, .bias = true};
+    ExpectClose(spec, isa, {1, 2, 4, 13, 64});
+    spec.mode = ActivationMode::kA8;
+    if (isa == "avx512_fp16" && std::string_view(scheme) != "mxfp8_w8a8") {
+      ExpectClose(spec, isa, {1, 2, 4, 13, 64});
+    } else {
+      Layer layer = MakeLayer(spec);
+      layer.problem.isa = isa;
+      EXPECT_FALSE(kCpuFusedBackend.supports(layer.problem, cpu_test::MachineFor(isa)).empty()) << isa;
+    }
+  }
+}
+
 TEST_P(EveryIsa, HiddenStatesOfEveryType_KeepTheirBits) {
   for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
     for (const char* scheme : {"unquantized", "fp8_w8a16:channel", "fp8_w8a16:block128"}) {

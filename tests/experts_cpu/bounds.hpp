@@ -57,7 +57,7 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   const Scheme scheme = *ParseScheme(spec.scheme);
   const bool fp8 = scheme.weight.element == DType::kF8E4M3;
   if (scheme.activation.quantized() && spec.mode != ActivationMode::kWeightOnly) {
-    return isa == "avx512_fp16" && fp8 ? kF16RequantizedBound : kRequantizedBound;
+    return spec.mode == ActivationMode::kA8 ? kF16RequantizedBound : kRequantizedBound;
   }
   if (fp8 && spec.mode == ActivationMode::kA8) {
     return isa == "avx512_fp16" ? kF16Bound : kBf16Bound;

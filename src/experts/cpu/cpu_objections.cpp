@@ -44,6 +44,31 @@ void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Ver
   }
 }
 
+/// Whether `a8` is asked for and something: activations in 8 bits where the scheme leaves them alone, or sums
+/// in f16 of FP8 that it quantizes itself.
+void CheckA8(const MoeProblem& problem, WeightKernel kernel, Isa isa, std::vector<Verdict>& verdicts) {
+  if (problem.activation != ActivationMode::kA8) {
+    return;
+  }
+  const bool float_weights = IsFloatKernel(kernel);
+  const std::optional<TileChoice> pair = ChoosePairTile(problem, kernel, isa);
+  if (ActivationOf(problem).quantized()) {
+    if (!float_weights || !pair || pair->gate_up != kTileF16) {
+      verdicts.push_back(
+          Objection(Reason::kScheme,
+                    "a8 replaces 16-bit activations, or fp32 sums of FP8 by sums in f16; this scheme "
+                    "quantizes its own, and the level has no such sums for it",
+                    problem.scheme.name,
+                    "a weight-only scheme, or FP8 (e4m3) with activation scales in fp32 on avx512_fp16"));
+    }
+  } else if (float_weights && !pair) {
+    verdicts.push_back(Objection(
+        Reason::kScheme, "8-bit activations need weights of 4 or 6 bits or int8, or a unit for 16-bit floats",
+        problem.scheme.name,
+        "NVFP4, MXFP4, MXFP6, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16"));
+  }
+}
+
 void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const ActivationFormat activation = ActivationOf(problem);
   if (problem.activation == ActivationMode::kMaxExpanded ||
@@ -53,11 +78,6 @@ void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts)
                   "the activation scales of the experts stay their own; shared scales are a contract of "
                   "other backends",
                   std::string(ActivationModeName(problem.activation)), "as_checkpoint, weight_only or a8"));
-  }
-  if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
-    verdicts.push_back(Objection(Reason::kScheme,
-                                 "a8 replaces 16-bit activations; this scheme quantizes its own",
-                                 problem.scheme.name, "a weight-only scheme"));
   }
   if (const Status status = CheckActivationFormat(activation); !status.ok()) {
     verdicts.push_back(Objection(Reason::kScheme, status.message(), problem.scheme.name, ""));
@@ -82,12 +102,8 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
   } else if (KernelFor(*panel) == kNumWeightKernels) {
     verdicts.push_back(Objection(Reason::kScheme, fmt::format("no kernel reads {}", panel->ToString()),
                                  problem.scheme.name, ""));
-  } else if (problem.activation == ActivationMode::kA8 && IsFloatKernel(KernelFor(*panel)) &&
-             !ChoosePairTile(problem, KernelFor(*panel), VectorIsa(IsaOf(problem, machine), machine))) {
-    verdicts.push_back(Objection(
-        Reason::kScheme, "8-bit activations need weights of 4 or 6 bits or int8, or a unit for 16-bit floats",
-        problem.scheme.name,
-        "NVFP4, MXFP4, MXFP6, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16"));
+  } else {
+    CheckA8(problem, KernelFor(*panel), VectorIsa(IsaOf(problem, machine), machine), verdicts);
   }
   CheckActivations(problem, verdicts);
   if (config.apply_router_weight_on_input && config.top_k() != 1) {

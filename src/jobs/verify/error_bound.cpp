@@ -136,7 +136,7 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   }
 
   bound.layout = plan.layout_error;
-  const bool a8 = plan.activation == ActivationMode::kA8;
+  const bool a8 = plan.activation == ActivationMode::kA8 && !scheme.activation.quantized();
   if (!a8 && (!scheme.activation.quantized() || plan.activation == ActivationMode::kWeightOnly)) {
     bound.mid_rounding = mid;
     // Weight-only kernels hold activations in 15 bits under a scale (BF16 inputs keep all but the smallest)

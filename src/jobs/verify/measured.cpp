@@ -53,7 +53,7 @@ Result<ComparedValues> MeasureValues(const MoeLayer& judged, const Runner& refer
                                      LayerOptions reference_options, const ReferenceBatch& batch) {
   ComparedValues values;
   const ActivationMode mode = judged.plan().activation;
-  const bool a8 = mode == ActivationMode::kA8;
+  const bool a8 = mode == ActivationMode::kA8 && !judged.scheme().activation.quantized();
   const ActivationFormat format = a8 ? A8Format() : judged.scheme().activation;
   const float* middle = MiddleRows(reference);
   if (middle != nullptr && format.quantized() && mode != ActivationMode::kWeightOnly) {
