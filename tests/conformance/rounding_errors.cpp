@@ -65,7 +65,7 @@ Arithmetic ArithmeticOf(const DrawnCase& drawn, const Plan& plan, bool quantized
   }
   if (drawn.source.scheme.weight.quantized()) {
     // Integers of 7 bits and a sign, 15 bits, or 22 for what the scheme has quantized.
-    const double largest_code = plan.activation == ActivationMode::kA8 ? 127.0 : quantized ? 0x1p21 : 0x1p14;
+    const double largest_code = quantized ? 0x1p21 : plan.activation == ActivationMode::kA8 ? 127.0 : 0x1p14;
     arithmetic.step = 1 / largest_code / std::sqrt(12.0);
   }
   return arithmetic;

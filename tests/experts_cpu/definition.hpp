@@ -116,7 +116,7 @@ class Definition {
         x[k] *= static_cast<double>(matrix.pre_quant_scale.view().as<float>()[k]);
       }
     }
-    if (layer_.scheme.activation.quantized() && layer_.spec.mode == ActivationMode::kAsCheckpoint) {
+    if (layer_.scheme.activation.quantized() && layer_.spec.mode != ActivationMode::kWeightOnly) {
       std::vector<float> rounded(x.begin(), x.end());
       const bool is_static = layer_.scheme.activation.static_tensor_scale;
       FakeQuantizeRow(layer_.scheme.activation,
