@@ -228,14 +228,14 @@ struct TileEngine {
     }
   }
 
+  /// As many parts a step as the units that are due take, but four at least: two, where they suffice, were a
+  /// third of all code, and layers were no faster (0 to 2 % slower with 64 to 512 tokens an expert).
   template <int kTokenTiles, typename Spread = NoSpread>
   void RunPassWith(const TilePass& pass, int64_t least_parts) {
     const int64_t parts =
         Max(feeder.feed.due > 0 ? least_parts : 0, (feeder.feed.due * 16 + pass.steps - 1) / pass.steps);
     if (parts <= 0) {
       RunPass<kTokenTiles, 0, Spread>(pass);
-    } else if (parts <= 2) {
-      RunPass<kTokenTiles, 2, Spread>(pass);
     } else if (parts <= 4) {
       RunPass<kTokenTiles, 4, Spread>(pass);
     } else if (parts <= 8 || !kBytes) {
