@@ -143,6 +143,17 @@ int Finish(Status status, const Output& output) {
   return static_cast<int>(status.code());
 }
 
+/// The library does not throw; JSON and the standard library may. What was in the way is gone by then.
+Status Act(const Action& action, Output& output) {
+  try {
+    return action(output);
+  } catch (const std::bad_alloc&) {
+    return Status::System("out of memory").WithHint("fewer tokens, layers or threads take less");
+  } catch (const std::exception& error) {
+    return Status::System(error.what());
+  }
+}
+
 int Run(int argc, char** argv) {
   CLI::App app{"Runs, inspects and explains the expert layers of Mixture-of-Experts models."};
   app.name("fusedmoe");
@@ -177,7 +188,7 @@ int Run(int argc, char** argv) {
   for (const auto& [parser, action] : actions) {
     if (parser->parsed()) {
       status = CheckNotEmpty(*parser);
-      status = status.ok() ? action(output) : status;
+      status = status.ok() ? Act(action, output) : status;
     }
   }
   if (!status.ok()) {
@@ -192,7 +203,7 @@ int Run(int argc, char** argv) {
 int main(int argc, char** argv) {
   // A file that grows beyond the limit of the system (ulimit -f) is an error of the write, which is reported.
   std::signal(SIGXFSZ, SIG_IGN);
-  // The library does not throw; the parser, JSON and the standard library may.
+  // Act has what commands throw; this is for what stands around them.
   try {
     return fusedmoe::cli::Run(argc, argv);
   } catch (const std::bad_alloc&) {

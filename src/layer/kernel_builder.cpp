@@ -118,6 +118,9 @@ Result<std::shared_ptr<const PreparedWeights>> PrepareFor(const Backend& backend
 void DescribeWeights(const PreparedWeights& weights, Plan& plan) {
   plan.weight_bytes = weights.total_bytes();
   plan.layout_error = std::hypot(plan.layout_error, weights.layout_error);
+  if (weights.mapped) {
+    plan.weight_nodes.clear();
+  }
   if (!weights.recipe.empty()) {
     plan.recipe = weights.recipe;  // with the steps that depend on the values of the weights
   }

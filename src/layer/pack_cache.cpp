@@ -256,6 +256,7 @@ Result<PreparedWeights> ReadPacked(const std::string& path, std::string_view key
   if (!reader.at_end()) {
     return Damaged(path, "its header does not end where it should");
   }
+  weights.mapped = true;
   return weights;
 }
 

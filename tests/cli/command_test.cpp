@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <sstream>
@@ -255,6 +256,30 @@ TEST(Command, FileBeyondTheLimitOfTheSystem_IsSaidAndNotLeft) {
   const int status = std::system(("sh -c 'ulimit -f 0; " + run + "' >/dev/null 2>&1").c_str());
   EXPECT_EQ(WEXITSTATUS(status), 5) << status;
   EXPECT_FALSE(std::filesystem::exists(output));
+}
+
+/// Six million numbers in a config.json, which take more than the process may have.
+TEST(Command, WithoutMemory_SaysSoInJson) {
+#if defined(FMOE_EMULATED)
+  GTEST_SKIP() << "the limit would be that of the emulator";
+#endif
+  const TemporaryDirectory directory;
+  std::string numbers(12000001, ',');
+  for (size_t i = 0; i < numbers.size(); i += 2) {
+    numbers[i] = '1';
+  }
+  WriteFile(directory / "config.json", "{\"numbers\": [" + numbers + "]}");
+  const std::string command =
+      "ulimit -v 200000; " + CommandText() + " explain " + directory.path().string() + " --json";
+  FILE* pipe = popen(command.c_str(), "r");
+  ASSERT_NE(pipe, nullptr);
+  std::string text(4096, '\0');
+  text.resize(std::fread(text.data(), 1, text.size(), pipe));
+  EXPECT_EQ(WEXITSTATUS(pclose(pipe)), 5);
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  ASSERT_TRUE(json.contains("error")) << text;
+  EXPECT_EQ(json.at("error").at("code"), "system");
+  EXPECT_EQ(json.at("error").at("message"), "out of memory");
 }
 
 TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {

@@ -69,6 +69,7 @@ TEST_F(PackCache, GivesBackWhatWasWritten) {
   const auto read = ReadPacked(Path("file"), "key", {});
   ASSERT_TRUE(read.ok()) << read.status().ToString();
   ExpectSame(*read, SmallWeights());
+  EXPECT_TRUE(read->mapped);
 }
 
 TEST_F(PackCache, RefusesTheFileOfSomethingElse) {
