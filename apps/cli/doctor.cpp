@@ -124,7 +124,8 @@ Status Doctor(const DoctorOptions& options, Output& output) {
       {"threads", fmt::format("{}", threads)},
       {"memory nodes", machine.memory_nodes.empty()
                            ? "left to the system"
-                           : fmt::format("{}", fmt::join(machine.memory_nodes, ", "))},
+                           : fmt::format("{} (number {})", machine.memory_nodes.size(),
+                                         fmt::join(machine.memory_nodes, ", "))},
       {"caches",
        fmt::format("L1d {}, L2 {}, L3 {}", BytesText(machine.l1d_bytes), BytesText(machine.l2_bytes),
                    machine.l3_bytes == 0 ? "unknown" : BytesText(machine.l3_bytes))},

@@ -2,6 +2,7 @@
 // names and checks its protocol (tests/fake_nccl). Ranks are threads, cards are numbers.
 
 #include <cstring>
+#include <limits>
 #include <string>
 #include <thread>
 #include <vector>
@@ -149,6 +150,15 @@ TEST_F(Nccl, OtherCardCurrent_RefusedBeforeAnythingIsSent) {
        })) {
     EXPECT_EQ(status.code(), StatusCode::kUsage);
     EXPECT_NE(status.message().find("card 3 is current"), std::string::npos) << status.message();
+  }
+}
+
+TEST_F(Nccl, DeadlineThatNeverPasses_IsRefusedByEveryRank) {
+  for (const double seconds :
+       {0.0, -1.0, 2e9, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    NcclOptions options;
+    options.deadline_seconds = seconds;
+    ExpectRefused(OnRanks(2, options, Nothing), StatusCode::kUsage, {"deadline_seconds=", "at most 1e+09"});
   }
 }
 
