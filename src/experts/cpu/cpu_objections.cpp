@@ -44,8 +44,8 @@ void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Ver
   }
 }
 
-/// Whether `a8` is asked for and something: activations in 8 bits where the scheme leaves them alone, or sums
-/// in f16 of FP8 that it quantizes itself.
+/// `a8` has a meaning where the scheme leaves activations alone, which are then held in 8 bits, and where it
+/// quantizes them to FP8 and the level can add up in f16.
 void CheckA8(const MoeProblem& problem, WeightKernel kernel, Isa isa, std::vector<Verdict>& verdicts) {
   if (problem.activation != ActivationMode::kA8) {
     return;
