@@ -13,6 +13,7 @@
 
 #include <fusedmoe/jobs/verify.hpp>
 
+#include "experts/cpu/kernels/kernels.hpp"
 #include "numerics/rows.hpp"
 #include "support/random_layer.hpp"
 #include "weights/slice.hpp"
@@ -104,6 +105,9 @@ std::vector<float> Output(const CanonicalExpert& whole, const Tensor& hidden, Ac
     LayerOptions options;
     options.backend = backend;
     options.activation = mode;
+    if (std::string_view(backend) == "CPU_FUSED") {  // what tiles of AMX may round besides hides the factor
+      options.isa = IsaName(cpu::BuiltIsas().front());
+    }
     options.max_tokens = 1;
     const auto layer = MoeLayer::Create(config, source, RouterWeights{}, options);
     if (!layer.ok()) {
