@@ -122,15 +122,8 @@ Status Checkpoint::Impl::OpenGguf() {
   FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::OpenGguf(directory, options, &header));
   FMOE_ASSIGN_OR_RETURN(config, checkpoint::GgufConfig(header, *store, directory));
   FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
-  if (!family->routed_by_caller.empty()) {
-    return Status::Unsupported(
-               fmt::format("a GGUF file of {} is not supported: its router has tensors beside those "
-                           "of the experts there (a folder of safetensors is read)",
-                           family->name))
-        .WithFile(directory);
-  }
   family_name = family->name;
-  rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::GgufRules(store));
+  rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::GgufRules(store, *family));
   return Status::Ok();
 }
 

@@ -62,6 +62,47 @@ TEST(Gguf, Blocks_DecodeToTheirValues) {
   }
 }
 
+// Gate and up in one tensor, and tensors of a router that is the caller's: one of them scales every expert.
+RawGguf Gemma4(uint32_t type, uint32_t down) {
+  RawGguf model = Model(type, "gemma4");
+  model.Find("blk.0.ffn_gate_exps.weight") =
+      Stack("blk.0.ffn_gate_up_exps.weight", {kHiddenSize, 2 * kMiddle, 2}, type);
+  std::erase_if(model.tensors, [](const auto& tensor) { return tensor.name == "blk.0.ffn_up_exps.weight"; });
+  model.Find("blk.0.ffn_down_exps.weight") =
+      Stack("blk.0.ffn_down_exps.weight", {kMiddle, kHiddenSize, 2}, down);
+  model.tensors.push_back(Stack("blk.0.ffn_down_exps.scale", {2}, kTypeF32));
+  model.tensors.push_back(Stack("blk.0.ffn_gate_inp.scale", {kHiddenSize}, kTypeF32));
+  model.tensors.push_back(Stack("blk.0.ffn_up.weight", {kHiddenSize, kMiddle}, type));  // dense, beside them
+  return model;
+}
+
+TEST(Gguf, Gemma4_IsRoutedByTheCallerWithTheScalesOfItsExperts) {
+  ExpectValues(Gemma4(kTypeQ4_0, kTypeQ4_0), kTypeQ4_0, kTypeQ4_0, "int4_w4a16:g32", "gemma4");
+  ExpectValues(Gemma4(kTypeQ4_0, kTypeQ8_0), kTypeQ4_0, kTypeQ8_0, "int8_w8a16:g32", "gemma4");
+  ExpectValues(Gemma4(kTypeF32, kTypeF32), kTypeF32, kTypeF32, "unquantized", "gemma4");
+
+  const TemporaryDirectory folder;
+  const auto open = [&](const RawGguf& model) {
+    folder.Write("a.gguf", model.Bytes());
+    return *Checkpoint::Open((folder.path() / "a.gguf").string());
+  };
+  RawGguf routerless = Gemma4(kTypeQ8_0, kTypeQ8_0);
+  std::erase_if(routerless.tensors,
+                [](const auto& tensor) { return tensor.name.find("gate_inp") != std::string::npos; });
+  for (const RawGguf& model : {Gemma4(kTypeQ8_0, kTypeQ8_0), routerless}) {
+    const auto layer = open(model)->Describe(0);
+    ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+    EXPECT_NE(layer->routed_by_caller, "");
+    EXPECT_EQ(layer->config.routing.method, RoutingMethod::kCustom);
+    EXPECT_EQ(layer->config.activation.kind, ActivationKind::kGeluTanh);
+    EXPECT_FALSE(layer->shared_scheme);
+  }
+  // Beside NVFP4 such a scale would be that of the matrix as well.
+  const Status doubtful = open(Gemma4(kTypeNvfp4, kTypeNvfp4))->Describe(0).status();
+  EXPECT_EQ(doubtful.code(), StatusCode::kUnsupported);
+  EXPECT_NE(doubtful.ToString().find("blk.0.ffn_down_exps.scale"), std::string::npos) << doubtful.ToString();
+}
+
 // llama.cpp chooses for each matrix: where rows are no whole blocks of 256, Q6_K becomes Q8_0, say.
 TEST(Gguf, TypesOfOneLayer_MayDiffer) {
   for (const uint32_t type : {kTypeF32, kTypeQ4_0, kTypeQ8_0, kTypeMxfp4}) {

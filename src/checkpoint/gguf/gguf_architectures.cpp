@@ -65,8 +65,8 @@ constexpr Architecture kArchitectures[] = {
     {"maple", "maple"},
     {"mistral3", "mixtral"},
     {"rnd1", "qwen3_moe"},
-    // Refused, with a reason.
     {"gemma4", "gemma4"},
+    // Refused, with a reason.
     {"grovemoe", "grove_moe"},
     {"smallthinker", "smallthinker"},
 };

@@ -146,16 +146,26 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
   return ModelConfig::Parse(fmt::format("{{\"model_type\":\"{}\"{}}}", model_type, json), path);
 }
 
-QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
+QuantRules GgufRules(std::shared_ptr<const TensorStore> store, const Family& family) {
   QuantRules rules;
   rules.producer = "gguf";
-  rules.format_of = [store = std::move(store)](const std::string& module) -> Result<LinearFormat> {
+  const bool routes = family.routed_by_caller.empty();
+  rules.format_of = [store = std::move(store), routes](const std::string& module) -> Result<LinearFormat> {
     LinearFormat format;
     const BlockType* type = store->BlockTypeOf(module + ".weight");
     if (type == nullptr) {
       return format;
     }
-    if (const std::string scale = module + ".scale"; type->id != kGgufNvfp4 && store->Has(scale)) {
+    const std::string scale = module + ".scale";
+    // Gemma 4: what its router multiplies the weights of each expert with. Of NVFP4 it would be that and the
+    // scale of the matrix in one.
+    const bool of_router = !routes && module.ends_with(".ffn_down_exps") && store->Has(scale);
+    if (of_router && type->id == kGgufNvfp4) {
+      return store->Blame(
+          Status::Unsupported("a scale that is the router's and that of an NVFP4 matrix is not supported"),
+          scale);
+    }
+    if (type->id != kGgufNvfp4 && !of_router && store->Has(scale)) {
       return store->Blame(
           Status::Unsupported(fmt::format("scales beside a matrix of type {} are not supported; only NVFP4 "
                                           "has them",
@@ -223,13 +233,15 @@ std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Fam
     return std::nullopt;
   }
   experts.down = prefix + (experts.per_expert() ? "ffn_down.{e}" : "ffn_down_exps");
-  names.router = present("ffn_gate_inp.weight");
-  names.router_bias = present("ffn_gate_inp.bias");
-  names.correction_bias = present("exp_probs_b.bias");
-  if (names.correction_bias.empty()) {
-    names.correction_bias = present("exp_probs_b");
+  if (family.routed_by_caller.empty()) {
+    names.router = present("ffn_gate_inp.weight");
+    names.router_bias = present("ffn_gate_inp.bias");
+    names.correction_bias = present("exp_probs_b.bias");
+    if (names.correction_bias.empty()) {
+      names.correction_bias = present("exp_probs_b");
+    }
+    names.hash_table = present("ffn_gate_tid2eid.weight");
   }
-  names.hash_table = present("ffn_gate_tid2eid.weight");
   const auto first_of = [&](std::initializer_list<const char*> suffixes) {
     for (const char* suffix : suffixes) {
       if (std::string name = present(suffix); !name.empty()) {

@@ -22,7 +22,7 @@ namespace fusedmoe::checkpoint {
 Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& store, const std::string& path);
 
 /// The formats of its matrices, by their block types; the store must outlive the rules.
-QuantRules GgufRules(std::shared_ptr<const TensorStore> store);
+QuantRules GgufRules(std::shared_ptr<const TensorStore> store, const Family& family);
 
 /// The names of a layer ("blk.3."), or nothing when it has no routed experts.
 std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Family& family,

@@ -86,16 +86,6 @@ FMOE_INLINE int64_t SlabPasses(const TileView& tile) {
   return passes;
 }
 
-/// One tile, stripes decoded for every pass again.
-template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
-void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile, float* out) {
-  NextLines lines = LinesOf(tile, blocks * NumPasses<kKind>(tile.tokens));
-  ForEachPass<kKind, false>(tile, [&](int first, auto tokens) {
-    constexpr int kTokens = decltype(tokens)();
-    TallPass<kWeight, kHasZeros, kKind, kTokens>(stripes, stride, blocks, tile, first, lines, out);
-  });
-}
-
 /// Units that are decoded for all tiles: 17 to 20 KB of L1, beside a tile.
 constexpr int kSlabUnits = 8;
 
@@ -124,30 +114,44 @@ FMOE_KERNEL void SlabPass(const Pair* pairs, int64_t all_units, int64_t first_un
   lines = next;
 }
 
-/// Several tiles: out[tile][..] as of TallDot, `tile_sums` floats apart.
-template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
-FMOE_KERNEL void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView* tiles,
-                           int64_t num_tiles, int64_t tile_sums, float* out) {
+template <WeightKernel kWeight, bool kHasZeros>
+using DecodedPairOf =
+    DecodedPair<PackedPair<kWeight, kHasZeros>::kGroup, PackedPair<kWeight, kHasZeros>::kScales,
+                PackedPair<kWeight, kHasZeros>::kZeros, PackedPair<kWeight, kHasZeros>::kMinima>;
+
+/// `count` units of two stripes from `first` on. A function of its own, so that formats share all that is
+/// behind it.
+template <WeightKernel kWeight, bool kHasZeros>
+FMOE_KERNEL void DecodePairs(const uint8_t* stripes, int64_t stride, int64_t first, int64_t count,
+                             GroupScales scales, DecodedPairOf<kWeight, kHasZeros>* pairs) {
   using Packed = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
-  using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros, Packed::kMinima>;
+  const GroupScales type = Packed::TypeOf(scales);
+  const typename Panel::Table table = Panel::TableOf(scales);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t* block = stripes + (first + i) / Panel::kUnits * Panel::BlockBytes(type);
+    const int unit = (int)((first + i) % Panel::kUnits);
+    const Packed packed = {block + unit * Panel::kUnitBytes, Panel::SidesOf(block, unit, type), stride,
+                           table};
+    DecodedPairOf<kWeight, kHasZeros>::Decode(packed, &pairs[i]);
+  }
+}
+template <class Pair>
+using PairDecoder = void (*)(const uint8_t* stripes, int64_t stride, int64_t first, int64_t count,
+                             GroupScales scales, Pair* pairs);
+
+/// Several tiles: out[tile][..] as of TallDot, `tile_sums` floats apart.
+template <class Pair, TileKind kKind>
+FMOE_KERNEL void TallSlabs(PairDecoder<Pair> decode, const uint8_t* stripes, int64_t stride, int64_t units,
+                           const TileView* tiles, int64_t num_tiles, int64_t tile_sums, float* out) {
   Pair pairs[kSlabUnits];
-  const int64_t units = blocks * Panel::kUnits;
   NextLines lines[kBatchTiles];  // a tile with fewer tokens makes fewer passes, and asks for more beside each
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     lines[tile] = LinesOf(tiles[tile], units * SlabPasses<kKind>(tiles[tile]));
   }
-  const GroupScales type = Packed::TypeOf(tiles[0].group_scales);
-  const typename Panel::Table table = Panel::TableOf(tiles[0].group_scales);
   for (int64_t first = 0, count = 0; first < units; first += count) {
     count = units - first < kSlabUnits ? units - first : kSlabUnits;
-    for (int64_t i = 0; i < count; ++i) {
-      const uint8_t* block = stripes + (first + i) / Panel::kUnits * Panel::BlockBytes(type);
-      const int unit = (int)((first + i) % Panel::kUnits);
-      const Packed packed = {block + unit * Panel::kUnitBytes, Panel::SidesOf(block, unit, type), stride,
-                             table};
-      Pair::Decode(packed, &pairs[i]);
-    }
+    decode(stripes, stride, first, count, tiles[0].group_scales, pairs);
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       ForEachPass<kKind, true>(tiles[tile], [&](int token, auto tokens) {
         constexpr int kTokens = decltype(tokens)();
@@ -158,24 +162,54 @@ FMOE_KERNEL void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t block
   }
 }
 
-/// A BatchKernel of weights that have zero points or have none. A last stripe without a partner meets itself.
+/// The same with all that a format knows.
 template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
-void TallStripes(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
-                 const TileView* tiles, int64_t num_tiles, float* out) {
+void TallSlabsOf(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView* tiles,
+                 int64_t num_tiles, int64_t tile_sums, float* out) {
+  TallSlabs<DecodedPairOf<kWeight, kHasZeros>, kKind>(&DecodePairs<kWeight, kHasZeros>, stripes, stride,
+                                                      blocks * IntegerPanel<kWeight>::kUnits, tiles,
+                                                      num_tiles, tile_sums, out);
+}
+
+/// One tile, stripes decoded for every pass again; those that no file has by slabs, which are compiled for
+/// all that look alike.
+template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
+void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile, float* out) {
+  if constexpr (ZeroPointsOf(kWeight) == (kHasZeros ? kNever : kAlways)) {
+    TallSlabsOf<kWeight, kHasZeros, kKind>(stripes, stride, blocks, &tile, 1, 0, out);
+  } else {
+    NextLines lines = LinesOf(tile, blocks * NumPasses<kKind>(tile.tokens));
+    ForEachPass<kKind, false>(tile, [&](int first, auto tokens) {
+      constexpr int kTokens = decltype(tokens)();
+      TallPass<kWeight, kHasZeros, kKind, kTokens>(stripes, stride, blocks, tile, first, lines, out);
+    });
+  }
+}
+
+/// Two stripes of a format with one tile, and with several.
+struct TallKernels {
+  void (*dot)(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile, float* out);
+  void (*slabs)(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView* tiles,
+                int64_t num_tiles, int64_t tile_sums, float* out);
+};
+
+/// A BatchKernel. A last stripe without a partner meets itself.
+FMOE_NESTED void TallStripes(const TallKernels& kernels, const uint8_t* stripes, int64_t num_stripes,
+                             int64_t stride, int64_t blocks, const TileView* tiles, int64_t num_tiles,
+                             float* out) {
   constexpr int64_t kStripeSums = kMaxHeight * 16;
   const int64_t tile_sums = num_stripes * kStripeSums;
   for (int64_t stripe = 0; stripe < num_stripes; stripe += 2, stripes += 2 * stride) {
     alignas(64) float twice[2 * kMaxHeight * 16];
     const bool alone = stripe + 1 == num_stripes;
     if (num_tiles >= tiles[0].slab_tiles && !alone) {
-      TallSlabs<kWeight, kHasZeros, kKind>(stripes, stride, blocks, tiles, num_tiles, tile_sums,
-                                           out + stripe * kStripeSums);
+      kernels.slabs(stripes, stride, blocks, tiles, num_tiles, tile_sums, out + stripe * kStripeSums);
       continue;
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       float* place = out + tile * tile_sums + stripe * kStripeSums;
       float* sums = alone ? twice : place;
-      TallDot<kWeight, kHasZeros, kKind>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
+      kernels.dot(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
       for (int64_t i = 0; alone && i < tiles[tile].tokens * 16; i += 16) {
         Store(place + i, Load(twice + i));
       }
@@ -183,17 +217,21 @@ void TallStripes(const uint8_t* stripes, int64_t num_stripes, int64_t stride, in
   }
 }
 
+template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
+constexpr TallKernels kTallKernels = {&TallDot<kWeight, kHasZeros, kKind>,
+                                      &TallSlabsOf<kWeight, kHasZeros, kKind>};
+
 /// A BatchKernel.
 template <WeightKernel kWeight, TileKind kKind>
 void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                const TileView* tiles, int64_t num_tiles, float* out) {
+  TallKernels kernels = kTallKernels<kWeight, false, kKind>;
   if constexpr (IntegerPanel<kWeight>::kGrouped) {
     if (tiles[0].group_scales.zeros != kZeroNone) {
-      TallStripes<kWeight, true, kKind>(stripes, num_stripes, stride, blocks, tiles, num_tiles, out);
-      return;
+      kernels = kTallKernels<kWeight, true, kKind>;
     }
   }
-  TallStripes<kWeight, false, kKind>(stripes, num_stripes, stride, blocks, tiles, num_tiles, out);
+  TallStripes(kernels, stripes, num_stripes, stride, blocks, tiles, num_tiles, out);
 }
 
 }  // namespace

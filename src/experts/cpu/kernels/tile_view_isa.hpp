@@ -204,6 +204,15 @@ static constexpr bool IsWeightOnly(WeightKernel kernel) {
   return HasTwoLevels(kernel) || HasCodebook(kernel) || (IsPacked(kernel) && kernel != kWeightMxfp6);
 }
 
+/// Whether integers in groups have zero points or minima (GroupScales::zeros): blocks of Q2_K and Q5_K
+/// always, those of Q3_K, Q6_K and of types with a codebook never.
+enum HasZeroPoints : int { kNever, kSometimes, kAlways };
+static constexpr HasZeroPoints ZeroPointsOf(WeightKernel kernel) {
+  return kernel == kWeightU2Super16 || kernel == kWeightU5Super32                          ? kAlways
+         : HasCodebook(kernel) || kernel == kWeightU3Super16 || kernel == kWeightU6Super16 ? kNever
+                                                                                           : kSometimes;
+}
+
 /// Tiles of fp32 (dot_float_isa.hpp).
 static constexpr bool IsFloatTile(TileKind kind) {
   return kind == kTileF32 || kind == kTileRaised;

@@ -9,6 +9,7 @@ namespace {
 /// What sums of 32 columns are added to, or where they wait.
 struct DownFinish {
   const JobContext& context;
+  bool waits = SlotsWait(context);
   TileAdd add{};
 
   static void Begin(void* self, const TileJob* job, int64_t first_stripe) {
@@ -24,9 +25,9 @@ struct DownFinish {
               context.unit.RowScales(context.layer, job->expert, kDown) + col,
               matrix.bias == nullptr ? nullptr : matrix.bias + col,
               std::min<int64_t>(2, shape.stripes - first_stripe),
-              SlotsWait(context) ? sums.rows + col * sums.num_slots + slot * kPutColumns : run.sums + col,
+              to.waits ? sums.rows + col * sums.num_slots + slot * kPutColumns : run.sums + col,
               shape.row_stride(),
-              run.slots.outputs + job->first_slot,
+              to.waits ? nullptr : run.slots.outputs + job->first_slot,
               run.slots.weights + job->first_slot,
               sums.ends + job->first_slot};
   }

@@ -149,16 +149,16 @@ struct TileEngine {
 
   /// What stands at the places of a step: kParts sixteenths of a unit of decoding from kFirstPart on, and a
   /// step of what is spread.
-  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst, int kSpreadStep = 0>
+  template <int kTokenTiles, int kFirstPart, int kParts, int kSpreadStep = 0>
   struct Places {
     template <int kPlace, typename Spread>
-    FMOE_NESTED void At(Tiles& t, const typename Feeder::Feed& f, Decoder& d, Spread& spread,
+    FMOE_NESTED void At(Tiles& t, bool first, const typename Feeder::Feed& f, Decoder& d, Spread& spread,
                         FinishWalk& left) {
       constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
       constexpr int kBegin = kPlace * kParts / kPlaces, kEnd = (kPlace + 1) * kParts / kPlaces;
       Unroll<kEnd - kBegin>(
           [&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + kBegin + decltype(i){}>(f, d); });
-      Spread::template At<kSpreadStep, kPlace, kFirst>(spread, left);
+      Spread::template At<kSpreadStep, kPlace>(spread, first, left);
       t.Space();
     }
   };
@@ -181,45 +181,39 @@ struct TileEngine {
     FinishWalk left;
     CopyWalk(finish.left, left);
     int64_t step = 0;
-    bool changes = pass.changes;
+    bool first = pass.changes;
     if constexpr (kParts > 0) {
       constexpr int kStepsPerFeed = 16 / kParts;
-      const auto feed_step = [&](auto index, auto first) FMOE_FLAT {
-        constexpr bool kFirst = first != 0;
-        using Work = Places<kTokenTiles, index * kParts, kParts, kFirst, index % Spread::kSteps>;
-        Unit::template Step<kTokenTiles, kFirst, Work>(tiles, Steps::Take(steps), change, f, d, spread, left);
-        if constexpr (Spread::kTokens == 0) {
-          Beside(*this);
-        }
-      };
       for (; step + kStepsPerFeed <= pass.steps && f.due > 0; step += kStepsPerFeed) {
-        // Only this step is there twice: whole units of both kinds were half as much code again.
-        if (changes) {
-          feed_step(Index<0>{}, Index<1>{});
-          changes = false;
-        } else {
-          feed_step(Index<0>{}, Index<0>{});
-        }
-        Unroll<kStepsPerFeed - 1>([&](auto i) FMOE_FLAT { feed_step(Index<i + 1>{}, Index<0>{}); });
+        // Whether sums change is asked for: a first step apart was a quarter of all code.
+        Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
+          using Work = Places<kTokenTiles, i * kParts, kParts, i % Spread::kSteps>;
+          Unit::template Step<kTokenTiles, Work>(tiles, Steps::Take(steps), i == 0 && first, change, f, d,
+                                                 spread, left);
+          if constexpr (Spread::kTokens == 0) {
+            Beside(*this);
+          }
+        });
+        first = false;
         Feeder::EndUnit(feeder, f);
       }
     }
-    const auto few_steps = [&](auto first) FMOE_FLAT {
+    const auto few_steps = [&](bool changes) FMOE_FLAT {
       Unroll<Spread::kSteps>([&](auto i) FMOE_FLAT {
-        constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
-        using Work = Places<kTokenTiles, 0, 0, kFirst, decltype(i){}>;
-        Unit::template Step<kTokenTiles, kFirst, Work>(tiles, Steps::Take(steps), change, f, d, spread, left);
+        using Work = Places<kTokenTiles, 0, 0, i>;
+        Unit::template Step<kTokenTiles, Work>(tiles, Steps::Take(steps), i == 0 && changes, change, f, d,
+                                               spread, left);
       });
       if constexpr (Spread::kTokens == 0) {
         Beside(*this);
       }
       step += Spread::kSteps;
     };
-    if (changes) {
-      few_steps(Index<1>{});
+    if (first) {
+      few_steps(true);
     }
     while (step < pass.steps) {
-      few_steps(Index<0>{});
+      few_steps(false);
     }
     CopyFeed(f, feeder.feed);  // scales of the decoder are loaded again by the next unit
     if constexpr (Spread::kTokens > 0) {
@@ -228,8 +222,9 @@ struct TileEngine {
     }
   }
 
-  /// As many parts a step as the units that are due take, but four at least: two, where they suffice, were a
-  /// third of all code, and layers were no faster (0 to 2 % slower with 64 to 512 tokens an expert).
+  /// As many parts a step as the units that are due take, but four at least, and over one tile of tokens
+  /// eight: fewer, where they suffice, were a third of all code, and layers were no faster (two parts: 0 to
+  /// 2 % slower with 64 to 512 tokens an expert).
   template <int kTokenTiles, typename Spread = NoSpread>
   void RunPassWith(const TilePass& pass, int64_t least_parts) {
     const int64_t parts =
@@ -237,7 +232,7 @@ struct TileEngine {
     if (parts <= 0) {
       RunPass<kTokenTiles, 0, Spread>(pass);
     } else if (parts <= 4) {
-      RunPass<kTokenTiles, 4, Spread>(pass);
+      RunPass<kTokenTiles, kTokenTiles == 2 ? 4 : 8, Spread>(pass);
     } else if (parts <= 8 || !kBytes) {
       RunPass<kTokenTiles, 8, Spread>(pass);  // the ring frees a unit every two steps
     } else if constexpr (kBytes) {

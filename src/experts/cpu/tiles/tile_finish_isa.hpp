@@ -54,8 +54,8 @@ void ScaleSums(const TileSides* sides, int64_t first_token, int64_t count, float
 
 // ------------------------------------------------------------------------------------- to the output
 
-/// TileKernels::add, or put, token by token: what is the same for all of them stands in registers.
-template <TileSums kSums, bool kPut>
+/// TileKernels::add and put, token by token: what is the same for all of them stands in registers.
+template <TileSums kSums>
 struct RowFinisher {
   Reals scale[2], bias[2];
   TileSides sides;
@@ -83,6 +83,7 @@ struct RowFinisher {
     return f;
   }
 
+  template <bool kPut>
   FMOE_INLINE void Token(const RowFinisher& f, int64_t token, const float* first, const float* second) {
     float* const row = f.rows + (kPut ? token * kPutColumns : f.places[token] * f.stride);
     const Reals weight = SetReals(kPut ? 1.0F : f.weights[token]);
@@ -108,10 +109,10 @@ struct RowFinisher {
 
 template <TileSums kSums, bool kPut>
 void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
-  using Finisher = RowFinisher<kSums, kPut>;
+  using Finisher = RowFinisher<kSums>;
   const Finisher finisher = Finisher::Of(*(const TileAdd*)context);
   for (int64_t i = 0; i < tokens; ++i) {
-    Finisher::Token(finisher, first_token + i, first + i * 16, second + i * 16);
+    Finisher::template Token<kPut>(finisher, first_token + i, first + i * 16, second + i * 16);
   }
 }
 

@@ -139,12 +139,13 @@ struct GroupPasses {
     bool fast, fastest;
   };
 
-  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst>
-  FMOE_NESTED void OneStep(Engine& e, ChunkPass& p) {
-    using Work = typename Engine::template Places<kTokenTiles, kFirstPart, kParts, kFirst>;
-    Unit::template Step<kTokenTiles, kFirst, Work>(e.tiles, Steps::Take(p.steps),
-                                                   SumChange{nullptr, e.held, e.held_tiles, true}, p.feed,
-                                                   p.decoder, p.none, e.finish.left);
+  /// `first`: of a group.
+  template <int kTokenTiles, int kFirstPart, int kParts>
+  FMOE_NESTED void OneStep(Engine& e, ChunkPass& p, bool first) {
+    using Work = typename Engine::template Places<kTokenTiles, kFirstPart, kParts>;
+    Unit::template Step<kTokenTiles, Work>(e.tiles, Steps::Take(p.steps), first,
+                                           SumChange{nullptr, e.held, e.held_tiles, true}, p.feed, p.decoder,
+                                           p.none, e.finish.left);
   }
 
   /// Of even (0) or odd (1) place.
@@ -152,7 +153,7 @@ struct GroupPasses {
   FMOE_NESTED void FourSteps(Engine& e, const TilePass& pass, ChunkPass& p) {
     Unroll<4>([&](auto i) FMOE_FLAT {
       constexpr int kIndex = decltype(i){}, kStep = kPlace * 4 + kIndex;
-      OneStep<kTokenTiles, kIndex * kParts % 16, kParts, kStep % kGroupSteps == 0>(e, p);
+      OneStep<kTokenTiles, kIndex * kParts % 16, kParts>(e, p, kStep % kGroupSteps == 0);
       if constexpr (kParts > 0 && (kIndex + 1) * kParts % 16 == 0) {
         Feeder::EndUnit(e.feeder, p.feed);
       }
@@ -198,11 +199,7 @@ struct GroupPasses {
       }
     }
     while (p.step < pass.steps) {
-      if (p.step % kGroupSteps == 0) {
-        OneStep<kTokenTiles, 0, 0, true>(e, p);
-      } else {
-        OneStep<kTokenTiles, 0, 0, false>(e, p);
-      }
+      OneStep<kTokenTiles, 0, 0>(e, p, p.step % kGroupSteps == 0);
       if ((p.step + 1) % kGroupSteps == 0 || p.step + 1 == pass.steps) {
         EndGroup<kTokenTiles>(e, pass, p.step);
       }
@@ -226,8 +223,8 @@ struct GroupPasses {
   template <int kDue, int kStep>
   struct RowPlaces {
     template <int kPlace>
-    FMOE_NESTED void At(Tiles& t, Feeder& feeder, typename Feeder::Feed& f, Decoder& d, const RowScaler& rows,
-                        const int64_t& tile_tokens) {
+    FMOE_NESTED void At(Tiles& t, bool, Feeder& feeder, typename Feeder::Feed& f, Decoder& d,
+                        const RowScaler& rows, const int64_t& tile_tokens) {
       constexpr int kThis = kStep * Unit::template kPlaces<2> + kPlace;
       if constexpr (kThis >= kFirstRowPlace && kThis < kEndRowPlace) {
         constexpr int kAt = kThis - kFirstRowPlace, kRowPlaces = kEndRowPlace - kFirstRowPlace;
@@ -272,9 +269,9 @@ struct GroupPasses {
     before.next = before.chunks;
     Unroll<kPairSteps>([&](auto s) FMOE_FLAT {
       constexpr int kStep = decltype(s){};
-      Unit::template Step<2, kStep % kGroupSteps == 0, RowPlaces<kDue, kStep>>(
-          e.tiles, Steps::Take(steps), SumChange{nullptr, e.held, 4, true}, e.feeder, f, d, rows,
-          tile_tokens);
+      Unit::template Step<2, RowPlaces<kDue, kStep>>(e.tiles, Steps::Take(steps), kStep % kGroupSteps == 0,
+                                                     SumChange{nullptr, e.held, 4, true}, e.feeder, f, d,
+                                                     rows, tile_tokens);
       if constexpr ((kStep + 1) % kGroupSteps == 0) {
         CloseGroup<2>(e, pass, kStep, kStep / kGroupSteps);
       }

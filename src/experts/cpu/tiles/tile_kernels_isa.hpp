@@ -45,7 +45,7 @@ constexpr void SetFinishers(TileKernels& kernels) {
 }
 
 /// kInF32: GEMMs of kRoundedInF32; else those of all other weights. They are compiled apart, since each of
-/// them takes its time: 5 to 15 s.
+/// them takes its time: 2 to 5 s.
 template <bool kInF32>
 constexpr TileKernels MakeTileKernels(const char* name) {
   TileKernels kernels = {};

@@ -104,8 +104,8 @@ struct TileSpread {
     StoreReals(trail.waiting, s.silu.h);
     TileRowWalk::Save(s.walk, trail);
   }
-  template <int kStep, int kPlace, bool kFirst>
-  FMOE_INLINE void At(TileSpread& s, FinishWalk& w) {
+  template <int kStep, int kPlace>
+  FMOE_INLINE void At(TileSpread& s, bool, FinishWalk& w) {
     if (FinishWalk::Left(w)) {
       if constexpr (kStep == 1) {
         StepSilu<kPlainSums>::template At<kPlace>(s.silu, w);
@@ -166,8 +166,8 @@ struct Nvfp4Spread {
     StoreReals(trail.shifted, s.shifted);
     TileRowWalk::Save(s.walk, trail);
   }
-  template <int kStep, int kPlace, bool kFirst>
-  FMOE_INLINE void At(Nvfp4Spread& s, FinishWalk& w) {
+  template <int kStep, int kPlace>
+  FMOE_INLINE void At(Nvfp4Spread& s, bool, FinishWalk& w) {
     if (FinishWalk::Left(w)) {
       Behind<kStep, kPlace>(s);
       if constexpr (kStep == 1) {
@@ -226,8 +226,8 @@ FMOE_INLINE bool UseIf(bool is, const Use& use) {
 }
 template <bool kThere, TileSums kSums, typename Use>
 FMOE_INLINE bool UseRowsIf(TileFinish finish, const Use& use) {
-  return UseIf<kThere, RowSpread<kSums, false>>(finish == &FinishRows<kSums, false>, use) ||
-         UseIf<kThere, RowSpread<kSums, true>>(finish == &FinishRows<kSums, true>, use);
+  const bool rows = finish == &FinishRows<kSums, false> || finish == &FinishRows<kSums, true>;
+  return UseIf<kThere, RowSpread<kSums>>(rows, use);
 }
 /// use(SpreadType<...>{}) of what does the work of `finish` between tile instructions. There: of a
 /// TileEngine.

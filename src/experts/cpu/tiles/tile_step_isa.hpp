@@ -125,41 +125,41 @@ struct TileUnit {
     t.template Stream<4>(tokens);
   }
 
-  /// Work::At<place>(t, with...) is what stands there: references instead of a closure, whose pointers the
-  /// compiler would load again behind every tile instruction. kFirst: of a pass, in which sums change.
-  template <int kTokenTiles, bool kFirst, typename Work, typename... With>
-  FMOE_NESTED void Step(Tiles& t, const StepTiles& at, const SumChange& change, With&... with) {
+  /// Work::At<place>(t, first, with...) is what stands there: references instead of a closure, whose pointers
+  /// the compiler would load again behind every tile instruction. `first`: of a pass, in which sums change.
+  template <int kTokenTiles, typename Work, typename... With>
+  FMOE_NESTED void Step(Tiles& t, const StepTiles& at, bool first, const SumChange& change, With&... with) {
     const auto dot = [&](auto sum, auto tokens, auto weights) FMOE_FLAT {
-      if constexpr (kFirst) {
+      if (first) {
         Exchange<decltype(sum){}>(t, change);
       }
       Dot<decltype(sum){}, decltype(tokens){}, decltype(weights){}>(t);
     };
     t.template Load<7>(at.weights[1]);
-    Work::template At<0>(t, with...);
+    Work::template At<0>(t, first, with...);
     dot(Index<0>{}, Index<4>{}, Index<6>{});
-    Work::template At<1>(t, with...);
+    Work::template At<1>(t, first, with...);
     if constexpr (kTokenTiles == 2) {
       t.template Stream<5>(at.tokens + 1024);
-      Work::template At<2>(t, with...);
+      Work::template At<2>(t, first, with...);
       dot(Index<1>{}, Index<4>{}, Index<7>{});
-      Work::template At<3>(t, with...);
+      Work::template At<3>(t, first, with...);
       t.template Stream<4>(at.next_tokens);
-      Work::template At<4>(t, with...);
+      Work::template At<4>(t, first, with...);
       dot(Index<2>{}, Index<5>{}, Index<6>{});
-      Work::template At<5>(t, with...);
+      Work::template At<5>(t, first, with...);
       t.template Load<6>(at.next_weights);
-      Work::template At<6>(t, with...);
+      Work::template At<6>(t, first, with...);
       dot(Index<3>{}, Index<5>{}, Index<7>{});
-      Work::template At<7>(t, with...);
+      Work::template At<7>(t, first, with...);
     } else {
       t.template Load<6>(at.next_weights);
-      Work::template At<2>(t, with...);
+      Work::template At<2>(t, first, with...);
       dot(Index<1>{}, Index<4>{}, Index<7>{});
-      Work::template At<3>(t, with...);
+      Work::template At<3>(t, first, with...);
       t.template Stream<4>(at.next_tokens);
-      Work::template At<4>(t, with...);
-      if constexpr (kFirst) {
+      Work::template At<4>(t, first, with...);
+      if (first) {
         Leave<2>(t, change);
         Leave<3>(t, change);
       }

@@ -164,7 +164,7 @@ struct TileAdd {
   int64_t stripes;     ///< 1 where the second does not exist
   float* rows;
   int64_t stride;         ///< of add, floats
-  const int32_t* places;  ///< of the job's tokens
+  const int32_t* places;  ///< of the job's tokens; of put null
   const float* weights;
   const SlotEnds* ends;  ///< of add: rows begin with the first of their slots
 };
