@@ -67,10 +67,11 @@ struct StatelessSpread : NoSpread {
   FMOE_INLINE void Save(const Spread&, void*) {}
 };
 
-/// Whether rows are added or put is asked for each token: passes over tiles, which are long, are compiled
-/// once for both. (Put as if added, with a weight of one to a fresh row, INT8 with 128 tokens an expert on
-/// eight threads lost 5 to 10 % of the layer: products of bytes that stand ready leave no loads for it.)
-template <TileSums kSums>
+/// What becomes of rows. Asked for each token, passes over tiles, which are long, are compiled once for both,
+/// and hold in registers what either needs.
+enum RowUse { kAdds, kPuts, kAddsOrPuts };
+
+template <TileSums kSums, RowUse kUse>
 struct RowSpread : StatelessSpread {
   using Finisher = RowFinisher<kSums>;
   static constexpr int64_t kTokens = 3;
@@ -83,7 +84,7 @@ struct RowSpread : StatelessSpread {
     if constexpr (kPlace == 0 || kPlace == 3 || kPlace == 5 || kPlace == 7) {
       if (first == (kPlace == 7) && FinishWalk::Left(w)) {
         const float* sums = FinishWalk::First(w);
-        if (s.finisher.places == nullptr) {
+        if (kUse == kPuts || (kUse == kAddsOrPuts && s.finisher.places == nullptr)) {
           Finisher::template Token<true>(s.finisher, w.token, sums, sums + 256);
         } else {
           Finisher::template Token<false>(s.finisher, w.token, sums, sums + 256);

@@ -226,8 +226,13 @@ FMOE_INLINE bool UseIf(bool is, const Use& use) {
 }
 template <bool kThere, TileSums kSums, typename Use>
 FMOE_INLINE bool UseRowsIf(TileFinish finish, const Use& use) {
-  const bool rows = finish == &FinishRows<kSums, false> || finish == &FinishRows<kSums, true>;
-  return UseIf<kThere, RowSpread<kSums>>(rows, use);
+  const bool adds = finish == &FinishRows<kSums, false>, puts = finish == &FinishRows<kSums, true>;
+  if constexpr (kSums == kIntegerSums) {  // beside bytes that stand ready no load is to spare
+    return UseIf<kThere, RowSpread<kSums, kAdds>>(adds, use) ||
+           UseIf<kThere, RowSpread<kSums, kPuts>>(puts, use);
+  } else {
+    return UseIf<kThere, RowSpread<kSums, kAddsOrPuts>>(adds || puts, use);
+  }
 }
 /// use(SpreadType<...>{}) of what does the work of `finish` between tile instructions. There: of a
 /// TileEngine.
