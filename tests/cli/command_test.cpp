@@ -193,6 +193,13 @@ TEST(Command, OptionWithoutEffect_IsUsage) {
   }
 }
 
+TEST(Command, BenchOnRanks_OfOneProcessIsUsage) {
+  const ProcessResult result = RunCommand({"bench", "--ranks", "olmoe-1b-7b"});
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_NE(result.err.find("here is one process (mpirun -n 2 "), std::string::npos) << result.err;
+  EXPECT_EQ(result.out, "");
+}
+
 // "$INPUT" of a script that did not set it: `verify` would take random tokens, `bench` every scheme.
 TEST(Command, EmptyValue_IsUsage) {
   for (const std::vector<std::string>& arguments : {std::vector<std::string>{"verify", "x", "--input", ""},
