@@ -21,7 +21,8 @@ namespace fusedmoe::checkpoint {
 /// architecture that is not in the table is kUnsupported, by name. `store` holds the tensors of all parts.
 Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& store, const std::string& path);
 
-/// The formats of its matrices, by their block types; the store must outlive the rules.
+/// The formats of its matrices, by their block types, and by what a router of the family keeps beside them.
+/// The rules share the store.
 QuantRules GgufRules(std::shared_ptr<const TensorStore> store, const Family& family);
 
 /// The names of a layer ("blk.3."), or nothing when it has no routed experts.
