@@ -54,8 +54,8 @@ inline std::vector<PrefillCase> PrefillCases() {
   }
   // activations, biases, tails
   using enum ActivationKind;
-  for (const ActivationKind kind : {kSilu, kGelu, kGeluTanh, kSwigluOai, kSwigluStep, kRelu2, kSitu,
-                                    kSiluNoMul, kGeluNoMul, kGeluTanhNoMul, kRelu2NoMul}) {
+  for (const ActivationKind kind : {kSilu, kGelu, kGeluTanh, kSwigluOai, kSwigluStep, kRelu, kRelu2, kSitu,
+                                    kSiluNoMul, kGeluNoMul, kGeluTanhNoMul, kReluNoMul, kRelu2NoMul}) {
     for (const float limit : {0.0F, 0.7F}) {
       add({.name = "activation " + std::to_string(static_cast<int>(kind)) + " limit " + std::to_string(limit),
            .scheme = "mxfp4_w4a16",

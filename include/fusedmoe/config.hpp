@@ -18,12 +18,14 @@
   X(kGeluTanh, "gelu_tanh", true, "gelu_tanh(g) * u")                                                       \
   X(kSwigluOai, "swigluoai", true, "g = min(g, L), u = clamp(u, -L, L); g * sigmoid(alpha g) * (u + beta)") \
   X(kSwigluStep, "swiglustep", true, "min(silu(g), L) * clamp(u, -L, L)")                                   \
+  X(kRelu, "relu", true, "relu(g) * u")                                                                     \
   X(kRelu2, "relu2", true, "relu(g)^2 * u")                                                                 \
   X(kSitu, "situ", true,                                                                                    \
     "alpha tanh(g / alpha) * sigmoid(g) * u; with limit L > 0: u = L tanh(u / L) first")                    \
   X(kSiluNoMul, "silu_no_mul", false, "silu(x)")                                                            \
   X(kGeluNoMul, "gelu_no_mul", false, "gelu_erf(x)")                                                        \
   X(kGeluTanhNoMul, "gelu_tanh_no_mul", false, "gelu_tanh(x)")                                              \
+  X(kReluNoMul, "relu_no_mul", false, "relu(x)")                                                            \
   X(kRelu2NoMul, "relu2_no_mul", false, "relu(x)^2")
 
 namespace fusedmoe {
@@ -34,10 +36,16 @@ enum class ActivationKind : uint8_t {
 #undef FMOE_ACTIVATION_ENUMERATOR
 };
 
+/// How many there are: their values are 0 to kActivationKinds - 1.
+#define FMOE_ACTIVATION_ONE(id, name, gated, formula) +1
+inline constexpr int kActivationKinds = 0 FMOE_ACTIVATION_TABLE(FMOE_ACTIVATION_ONE);
+#undef FMOE_ACTIVATION_ONE
+
 std::string_view ActivationName(ActivationKind kind);  ///< as the table above spells it
 /// "silu, gelu, ...", for messages.
 std::string ActivationNames();
-/// Accepts the names of the table and the aliases "gelu_pytorch_tanh", "swigluoai_uninterleave", "swiglu".
+/// Accepts the names of the table and the aliases "gelu_pytorch_tanh", "swigluoai_uninterleave",
+/// "swiglu", "swish" and "reglu".
 std::optional<ActivationKind> ParseActivation(std::string_view name);
 
 constexpr bool IsGated(ActivationKind kind) {

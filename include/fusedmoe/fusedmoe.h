@@ -324,8 +324,8 @@ typedef struct fmoe_layer_config {
   int64_t num_experts, top_k, hidden, intermediate;
   fmoe_dtype dtype;       /* of the hidden states; FMOE_BF16 */
   const char* scheme;     /* "unquantized" */
-  const char* activation; /* "silu"; gelu, gelu_tanh, swigluoai, swiglustep, relu2, situ; silu_no_mul,
-                             gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul (without a gate) */
+  const char* activation; /* "silu"; gelu, gelu_tanh, swigluoai, swiglustep, relu, relu2, situ; silu_no_mul,
+                             gelu_no_mul, gelu_tanh_no_mul, relu_no_mul, relu2_no_mul (without a gate) */
   /* Its parameters, as init leaves them (NaN): its own, which are alpha 1.702, beta 1, limit 7 of swigluoai,
    * limit 7 of swiglustep, else 1, 0, 0. alpha: slope of the sigmoid of swigluoai, bound of the gate of situ.
    * beta: added to the up projection of swigluoai. limit: the clamp of silu, swigluoai, swiglustep and situ;

@@ -218,11 +218,11 @@ class Layer(Handle):
         come as bytes. The layer has weights of its own afterwards, except in the reference backend, which reads
         these.
 
-        `activation`: "silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu2", "situ", or, without a gate,
-        "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul". `alpha` (slope of the sigmoid of swigluoai, bound
-        of the gate of situ), `beta` (added to the up projection of swigluoai) and `limit` (the clamp of silu, swigluoai,
-        swiglustep and situ; 0: none) are the activation's own unless they are given: 1.702, 1, 7 of swigluoai, limit 7 of
-        swiglustep, else 1, 0, 0.
+        `activation`: "silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu", "relu2", "situ", or, without a
+        gate, "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu_no_mul", "relu2_no_mul". `alpha` (slope of the
+        sigmoid of swigluoai, bound of the gate of situ), `beta` (added to the up projection of swigluoai) and `limit`
+        (the clamp of silu, swigluoai, swiglustep and situ; 0: none) are the activation's own unless they are given:
+        1.702, 1, 7 of swigluoai, limit 7 of swiglustep, else 1, 0, 0.
 
         `routing`, for forwards without ids: the name of a method (docs/routing.md; "Renormalize" by default), which the
         arguments behind it describe and the tensors (in host memory) serve, or a function of the caller's that chooses.

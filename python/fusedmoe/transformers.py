@@ -25,7 +25,7 @@ from .torch import Experts
 
 # Names of ACT2FN that a gate with plain multiplication may have.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
-               "gelu_new": "gelu_tanh", "relu2": "relu2"}
+               "gelu_new": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 

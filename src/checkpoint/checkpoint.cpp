@@ -44,20 +44,26 @@ struct Checkpoint::Impl {
 
 namespace {
 
+// By model_type; in a configuration without one, by the name of the model's class.
 Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& config) {
-  for (const std::string& type : config.model_types()) {
-    if (const checkpoint::Family* family = checkpoint::FindFamily(type); family != nullptr) {
-      if (family->refused.empty()) {
-        return family;
-      }
-      return Status::Unsupported(fmt::format("model_type '{}' is not supported: {}", type, family->refused))
+  const bool typed = !config.model_types().empty();
+  const std::vector<std::string> names = typed ? config.model_types() : config.Architectures();
+  if (names.empty()) {
+    return Status::BadInput("'model_type' is missing").WithFile(config.path());
+  }
+  const std::string_view key = typed ? "model_type" : "the architecture";
+  for (const std::string& name : names) {
+    const checkpoint::Family* family =
+        typed ? checkpoint::FindFamily(name) : checkpoint::FindFamilyOfClass(name);
+    if (family != nullptr && family->refused.empty()) {
+      return family;
+    }
+    if (family != nullptr) {
+      return Status::Unsupported(fmt::format("{} '{}' is not supported: {}", key, name, family->refused))
           .WithFile(config.path());
     }
   }
-  if (config.model_types().empty()) {
-    return Status::BadInput("'model_type' is missing").WithFile(config.path());
-  }
-  return Status::Unsupported(fmt::format("model_type '{}' is unknown", config.model_types().front()))
+  return Status::Unsupported(fmt::format("{} '{}' is unknown", key, names.front()))
       .WithFile(config.path())
       .WithHint("docs/checkpoints.md lists the families, and how to add one");
 }

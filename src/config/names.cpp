@@ -18,6 +18,7 @@ constexpr std::pair<std::string_view, ActivationKind> kActivationAliases[] = {
     {"swigluoai_uninterleave", ActivationKind::kSwigluOai},
     {"swiglu", ActivationKind::kSilu},
     {"swish", ActivationKind::kSilu},
+    {"reglu", ActivationKind::kRelu},
 };
 
 constexpr std::string_view kDeterminismNames[] = {"run_to_run", "thread_invariant", "batch_invariant",
@@ -59,6 +60,8 @@ std::optional<ActivationKind> WithoutMul(ActivationKind kind) {
       return ActivationKind::kGeluNoMul;
     case ActivationKind::kGeluTanh:
       return ActivationKind::kGeluTanhNoMul;
+    case ActivationKind::kRelu:
+      return ActivationKind::kReluNoMul;
     case ActivationKind::kRelu2:
       return ActivationKind::kRelu2NoMul;
     case ActivationKind::kSwigluOai:
@@ -68,6 +71,7 @@ std::optional<ActivationKind> WithoutMul(ActivationKind kind) {
     case ActivationKind::kSiluNoMul:
     case ActivationKind::kGeluNoMul:
     case ActivationKind::kGeluTanhNoMul:
+    case ActivationKind::kReluNoMul:
     case ActivationKind::kRelu2NoMul:
       return kind;
   }

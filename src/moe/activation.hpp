@@ -60,9 +60,13 @@ FMOE_HOST_DEVICE inline Real GeluTanh(Real x) {
 }
 
 template <typename Real>
+FMOE_HOST_DEVICE inline Real Relu(Real x) {
+  return x < Real(0) ? Real(0) : x;
+}
+
+template <typename Real>
 FMOE_HOST_DEVICE inline Real Relu2(Real x) {
-  const Real positive = x < Real(0) ? Real(0) : x;
-  return positive * positive;
+  return Relu(x) * Relu(x);
 }
 
 /// a tanh(x / a) * sigmoid(x).
@@ -100,6 +104,8 @@ FMOE_HOST_DEVICE inline Real Activate(const ActivationSpec& spec, Real gate, Rea
         return activation::ClampAbove(activation::Silu(gate), limit) * activation::Clamp(up, limit);
       }
       return activation::Silu(gate) * up;
+    case ActivationKind::kRelu:
+      return activation::Relu(gate) * up;
     case ActivationKind::kRelu2:
       return activation::Relu2(gate) * up;
     case ActivationKind::kSitu:
@@ -113,6 +119,8 @@ FMOE_HOST_DEVICE inline Real Activate(const ActivationSpec& spec, Real gate, Rea
       return activation::GeluErf(gate);
     case ActivationKind::kGeluTanhNoMul:
       return activation::GeluTanh(gate);
+    case ActivationKind::kReluNoMul:
+      return activation::Relu(gate);
     case ActivationKind::kRelu2NoMul:
       return activation::Relu2(gate);
   }

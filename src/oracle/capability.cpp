@@ -88,7 +88,7 @@ class Checker {
 
   static std::string ActivationNames(uint32_t set) {
     std::string names;
-    for (int kind = 0; kind <= static_cast<int>(ActivationKind::kRelu2NoMul); ++kind) {
+    for (int kind = 0; kind < kActivationKinds; ++kind) {
       if (Contains(set, static_cast<ActivationKind>(kind))) {
         names +=
             fmt::format("{}{}", names.empty() ? "" : ", ", ActivationName(static_cast<ActivationKind>(kind)));
@@ -99,7 +99,7 @@ class Checker {
 
   static uint32_t Ungated() {
     return Set({ActivationKind::kSiluNoMul, ActivationKind::kGeluNoMul, ActivationKind::kGeluTanhNoMul,
-                ActivationKind::kRelu2NoMul});
+                ActivationKind::kReluNoMul, ActivationKind::kRelu2NoMul});
   }
 
   void Activation() {

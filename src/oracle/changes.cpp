@@ -108,7 +108,7 @@ void OtherSizes(Reason reason, const ExplainRequest& request, Changes& out) {
 }
 
 void OtherActivations(const ExplainRequest& request, Changes& out) {
-  for (int index = 0; index <= static_cast<int>(ActivationKind::kRelu2NoMul); ++index) {
+  for (int index = 0; index < kActivationKinds; ++index) {
     const auto kind = static_cast<ActivationKind>(index);
     const ActivationSpec spec = CanonicalActivation(kind);
     std::string text = fmt::format("activation {}", ActivationName(kind));

@@ -100,6 +100,41 @@ TEST(FamilyTable, ModelTypes_BelongToOneRow) {
   }
 }
 
+// The configuration of SmallThinker-21BA3B, for one, has no model_type.
+TEST(FamilyTable, ConfigurationsWithoutModelType_AreKnownByTheClassOfTheModel) {
+  for (const auto& [name, family] : {std::pair{"SmallThinkerForCausalLM", "smallthinker"},
+                                     std::pair{"Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"},
+                                     std::pair{"PanguProMoEForCausalLM", "pangu_pro_moe"},
+                                     std::pair{"DeepseekV3ForCausalLM", "deepseek_v3"}}) {
+    const checkpoint::Family* found = checkpoint::FindFamilyOfClass(name);
+    ASSERT_NE(found, nullptr) << name;
+    EXPECT_EQ(found->name, family);
+  }
+  EXPECT_EQ(checkpoint::FindFamilyOfClass("LlamaForCausalLM"), nullptr);
+  EXPECT_EQ(checkpoint::FindFamilyOfClass(""), nullptr);
+
+  const auto open = [](const nlohmann::ordered_json& architectures) {
+    const test::TemporaryDirectory folder;
+    testing_support::TinyModel model("bf16");
+    model.config.erase("model_type");
+    model.config["architectures"] = architectures;
+    model.WriteTo(folder);
+    return testing_support::LoadEverything(folder.path());
+  };
+  EXPECT_TRUE(open({"Qwen3MoeForCausalLM"}).ok()) << open({"Qwen3MoeForCausalLM"}).ToString();
+  const Status refused = open({"GroveMoeForCausalLM"});
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << refused.ToString();
+  EXPECT_NE(refused.message().find("the architecture 'GroveMoeForCausalLM'"), std::string::npos)
+      << refused.ToString();
+  EXPECT_EQ(open({"LlamaForCausalLM"}).code(), StatusCode::kUnsupported);
+  for (const nlohmann::ordered_json& none :
+       {nlohmann::ordered_json::array(), nlohmann::ordered_json::array({7}), nlohmann::ordered_json("x")}) {
+    const Status missing = open(none);
+    EXPECT_EQ(missing.code(), StatusCode::kBadInput) << none;
+    EXPECT_NE(missing.message().find("'model_type' is missing"), std::string::npos) << missing.ToString();
+  }
+}
+
 // Rows whose models transformers cannot write; their names and rules come from the models' own code.
 TEST(FamilyTable, Rows_HaveAGoldenLayerOrAReason) {
   const std::set<std::string> without = {"grok", "arctic", "deepseek", "step3"};

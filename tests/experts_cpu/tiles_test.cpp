@@ -68,7 +68,7 @@ TEST(Tiles, InputScalesThatNobodyUses_TakeNoTilesAway) {
 }
 
 TEST(Tiles, EveryActivation_AgreesWithFp64) {
-  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kRelu2NoMul); ++kind) {
+  for (int kind = 0; kind < kActivationKinds; ++kind) {
     ExpectClose({.hidden = 70,
                  .intermediate = 40,
                  .activation = {static_cast<ActivationKind>(kind), 1.702F, 1.0F, 0.5F},

@@ -61,6 +61,19 @@ TEST(Activation, SituBoundsGateAndUpByTanh) {
   EXPECT_NEAR(Activate<double>(gate_alone, 200.0, 1000.0), 4000.0, 1e-6);
 }
 
+// ReGLU, of SmallThinker; what stands behind a gate of zero or less is not let through.
+TEST(Activation, ReluIsItsGateAboveZeroTimesUp) {
+  const ActivationSpec reglu{.kind = ActivationKind::kRelu};
+  EXPECT_EQ(Activate(reglu, 3.0F, -2.0F), -6.0F);
+  EXPECT_EQ(Activate(reglu, -3.0F, 2.0F), 0.0F);
+  const ActivationSpec single{.kind = ActivationKind::kReluNoMul};
+  EXPECT_EQ(Activate(single, 3.0F, 7.0F), 3.0F);
+  EXPECT_EQ(Activate(single, -3.0F, 7.0F), 0.0F);
+  EXPECT_EQ(ParseActivation("relu"), ActivationKind::kRelu);
+  EXPECT_EQ(ParseActivation("reglu"), ActivationKind::kRelu);
+  EXPECT_EQ(WithoutMul(ActivationKind::kRelu), ActivationKind::kReluNoMul);
+}
+
 TEST(Activation, NanStaysNanInEveryKind) {
   for (const ActivationKind kind : kAllKinds) {
     const ActivationSpec spec{.kind = kind, .limit = 7.0F};

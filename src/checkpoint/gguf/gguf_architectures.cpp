@@ -66,9 +66,8 @@ constexpr Architecture kArchitectures[] = {
     {"mistral3", "mixtral"},
     {"rnd1", "qwen3_moe"},
     {"gemma4", "gemma4"},
-    // Refused, with a reason.
-    {"grovemoe", "grove_moe"},
     {"smallthinker", "smallthinker"},
+    {"grovemoe", "grove_moe"},  // refused, with a reason
 };
 
 }  // namespace

@@ -44,6 +44,17 @@ constexpr Family kFamilies[] = {
 #include "checkpoint/layers/families.inc"
 };
 
+// Without what spellings of one name differ in.
+std::string Letters(std::string_view name) {
+  std::string letters;
+  for (const char letter : name) {
+    if (letter != '_' && letter != '-') {
+      letters += letter >= 'A' && letter <= 'Z' ? static_cast<char>(letter - 'A' + 'a') : letter;
+    }
+  }
+  return letters;
+}
+
 }  // namespace
 
 std::span<const Family> FamilyTable() {
@@ -55,6 +66,18 @@ const Family* FindFamily(std::string_view model_type) {
     const auto types = SplitWords(family.model_types);
     if (std::find(types.begin(), types.end(), model_type) != types.end()) {
       return &family;
+    }
+  }
+  return nullptr;
+}
+
+const Family* FindFamilyOfClass(std::string_view architecture) {
+  const std::string wanted = Letters(architecture.substr(0, architecture.find("For")));
+  for (const Family& family : kFamilies) {
+    for (const std::string_view type : SplitWords(family.model_types)) {
+      if (Letters(type) == wanted) {
+        return &family;
+      }
     }
   }
   return nullptr;

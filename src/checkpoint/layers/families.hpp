@@ -95,5 +95,8 @@ struct Family {
 std::span<const Family> FamilyTable();
 /// The row whose model_types list has the name, or null.
 const Family* FindFamily(std::string_view model_type);
+/// The same by the class of a model ("Qwen3MoeForCausalLM"): the part in front of "For", without case and
+/// underscores. For configurations without model_type.
+const Family* FindFamilyOfClass(std::string_view architecture);
 
 }  // namespace fusedmoe::checkpoint

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kMaxTopK = 1024;
 constexpr std::string_view kTopKKeys =
     "num_experts_per_tok num_experts_per_token moe_top_k moe_topk moe_k top_k_experts num_selected_experts "
-    "ffn_config.moe_top_k";
+    "moe_num_active_primary_experts ffn_config.moe_top_k";
 constexpr std::string_view kScoreKeys =
     "scoring_func score_function moe_router_activation_func moe_router_activation expert_selection_fn "
     "moe_router_score_func router_score_func score_func";

@@ -13,7 +13,8 @@ namespace {
 constexpr int64_t kMaxSize = int64_t{1} << 24;
 
 constexpr std::string_view kExpertsKeys =
-    "num_experts moe_num_experts n_routed_experts num_local_experts ffn_config.moe_num_experts";
+    "num_experts moe_num_experts n_routed_experts num_local_experts moe_num_primary_experts "
+    "ffn_config.moe_num_experts";
 constexpr std::string_view kIntermediateKeys =
     "moe_intermediate_size moe_ffn_hidden_size expert_ffn_hidden_size ffn_config.ffn_hidden_size "
     "intermediate_size";

@@ -86,6 +86,18 @@ Result<ModelConfig> ModelConfig::Parse(std::string_view text, std::string path) 
   return config;
 }
 
+std::vector<std::string> ModelConfig::Architectures() const {
+  std::vector<std::string> words;
+  if (const JsonValue* list = Find("architectures"); list != nullptr) {
+    for (const JsonValue& word : list->items()) {
+      if (word.is_string()) {
+        words.push_back(word.string());
+      }
+    }
+  }
+  return words;
+}
+
 ModelConfig ModelConfig::ForLayer(int64_t layer) const {
   ModelConfig config = *this;
   const JsonValue* blocks = Find("block_configs");

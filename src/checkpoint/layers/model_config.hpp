@@ -30,6 +30,8 @@ class ModelConfig {
   const std::string& path() const { return path_; }
   /// model_type of the text model, then those of the objects around it.
   const std::vector<std::string>& model_types() const { return model_types_; }
+  /// The words of `architectures`, classes of the model; empty: none.
+  std::vector<std::string> Architectures() const;
   const JsonValue& root() const { return *root_; }
 
   /// The configuration as one layer sees it: what transformers' `per_layer_config`, or `block_configs` of

@@ -16,6 +16,7 @@ namespace {
 // The kernels know activations by these numbers.
 static_assert(kActSilu == static_cast<int>(ActivationKind::kSilu) &&
               kActSwigluStep == static_cast<int>(ActivationKind::kSwigluStep) &&
+              kActRelu == static_cast<int>(ActivationKind::kRelu) &&
               kActSitu == static_cast<int>(ActivationKind::kSitu) &&
               kActRelu2NoMul == static_cast<int>(ActivationKind::kRelu2NoMul));
 

@@ -15,7 +15,7 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
     RefuseScheme(verdicts, problem, "NVFP4 and OCP-MX weights");
   }
   const ActivationKind kind = problem.config.activation.kind;
-  if (kind == ActivationKind::kRelu2 || kind == ActivationKind::kSitu) {
+  if (kind == ActivationKind::kRelu || kind == ActivationKind::kRelu2 || kind == ActivationKind::kSitu) {
     const std::string name(ActivationName(kind));
     Refuse(verdicts, Reason::kActivation, fmt::format("there is no gated {} in it", name), name,
            "another activation");

@@ -114,16 +114,14 @@ FMOE_KERNEL void SlabPass(const Pair* pairs, int64_t all_units, int64_t first_un
   lines = next;
 }
 
-template <WeightKernel kWeight, bool kHasZeros>
-using DecodedPairOf =
-    DecodedPair<PackedPair<kWeight, kHasZeros>::kGroup, PackedPair<kWeight, kHasZeros>::kScales,
-                PackedPair<kWeight, kHasZeros>::kZeros, PackedPair<kWeight, kHasZeros>::kMinima>;
+template <class Packed>
+using DecodedPairOf = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros, Packed::kMinima>;
 
 /// `count` units of two stripes from `first` on. A function of its own, so that formats share all that is
 /// behind it.
 template <WeightKernel kWeight, bool kHasZeros>
 FMOE_KERNEL void DecodePairs(const uint8_t* stripes, int64_t stride, int64_t first, int64_t count,
-                             GroupScales scales, DecodedPairOf<kWeight, kHasZeros>* pairs) {
+                             GroupScales scales, DecodedPairOf<PackedPair<kWeight, kHasZeros>>* pairs) {
   using Packed = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
   const GroupScales type = Packed::TypeOf(scales);
@@ -133,7 +131,7 @@ FMOE_KERNEL void DecodePairs(const uint8_t* stripes, int64_t stride, int64_t fir
     const int unit = (int)((first + i) % Panel::kUnits);
     const Packed packed = {block + unit * Panel::kUnitBytes, Panel::SidesOf(block, unit, type), stride,
                            table};
-    DecodedPairOf<kWeight, kHasZeros>::Decode(packed, &pairs[i]);
+    DecodedPairOf<Packed>::Decode(packed, &pairs[i]);
   }
 }
 template <class Pair>
@@ -166,9 +164,9 @@ FMOE_KERNEL void TallSlabs(PairDecoder<Pair> decode, const uint8_t* stripes, int
 template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
 void TallSlabsOf(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView* tiles,
                  int64_t num_tiles, int64_t tile_sums, float* out) {
-  TallSlabs<DecodedPairOf<kWeight, kHasZeros>, kKind>(&DecodePairs<kWeight, kHasZeros>, stripes, stride,
-                                                      blocks * IntegerPanel<kWeight>::kUnits, tiles,
-                                                      num_tiles, tile_sums, out);
+  using Pair = DecodedPairOf<PackedPair<kWeight, kHasZeros>>;
+  TallSlabs<Pair, kKind>(&DecodePairs<kWeight, kHasZeros>, stripes, stride,
+                         blocks * IntegerPanel<kWeight>::kUnits, tiles, num_tiles, tile_sums, out);
 }
 
 /// One tile, stripes decoded for every pass again; those that no file has by slabs, which are compiled for

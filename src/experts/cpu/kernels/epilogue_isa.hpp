@@ -62,9 +62,12 @@ FMOE_INLINE Floats Gelu(Floats x) {
   return Multiply(Multiply(Set(0.5F), x), factor);
 }
 
+FMOE_INLINE Floats Relu(Floats x) {
+  return Max(Zero(), x);  // NaN is the second operand and passes
+}
+
 FMOE_INLINE Floats Relu2(Floats x) {
-  const Floats positive = Max(Zero(), x);  // NaN is the second operand and passes
-  return Multiply(positive, positive);
+  return Multiply(Relu(x), Relu(x));
 }
 
 FMOE_INLINE Floats Clamp(Floats x, float limit) {
@@ -115,6 +118,8 @@ FMOE_INLINE Floats Activated(const ActivateArguments* a, Floats gate, Floats up)
         up = Clamp(up, a->limit);
       }
       return Multiply(gate, up);
+    case kActRelu:
+      return Multiply(Relu(gate), up);
     case kActRelu2:
       return Multiply(Relu2(gate), up);
     case kActSitu:
@@ -128,6 +133,8 @@ FMOE_INLINE Floats Activated(const ActivateArguments* a, Floats gate, Floats up)
       return Gelu(up);
     case kActGeluTanhNoMul:
       return GeluTanh(up);
+    case kActReluNoMul:
+      return Relu(up);
     default:
       return Relu2(up);
   }

@@ -119,11 +119,13 @@ enum ActivationCode : int {
   kActGeluTanh,
   kActSwigluOai,
   kActSwigluStep,
+  kActRelu,
   kActRelu2,
   kActSitu,
   kActSiluNoMul,
   kActGeluNoMul,
   kActGeluTanhNoMul,
+  kActReluNoMul,
   kActRelu2NoMul,
 };
 
