@@ -37,18 +37,18 @@ Status RunCalibrate(const CalibrateFlags& flags, Output& output) {
   FMOE_RETURN_IF_ERROR(CheckSafetensorsPlace(flags.output));
   FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, description.config));
   std::error_code ignored;
-  ActivationStats stats;
-  if (flags.merge && std::filesystem::exists(flags.output, ignored)) {
-    FMOE_ASSIGN_OR_RETURN(stats, ReadActivationStats(flags.output));
+  if (flags.merge && std::filesystem::exists(flags.output, ignored)) {  // what is wrong with it shows now
+    FMOE_RETURN_IF_ERROR(ReadActivationStats(flags.output).status());
   }
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
   CalibrateOptions options = flags.options;
   options.executor = pool->executor();
-  FMOE_ASSIGN_OR_RETURN(const ActivationStats seen, Calibrate(checkpoint, layer, input.tensors(), options));
-  if (Status merged = stats.Merge(seen); !merged.ok()) {
-    return std::move(merged).WithFile(flags.output);
+  FMOE_ASSIGN_OR_RETURN(ActivationStats stats, Calibrate(checkpoint, layer, input.tensors(), options));
+  if (flags.merge) {
+    FMOE_ASSIGN_OR_RETURN(stats, AddToActivationStats(flags.output, stats));
+  } else {
+    FMOE_RETURN_IF_ERROR(WriteActivationStats(flags.output, stats));
   }
-  FMOE_RETURN_IF_ERROR(WriteActivationStats(flags.output, stats));
   const LayerActivationStats& columns = stats.layers.at(layer);
   Json experts = Json::array();
   std::vector<std::vector<std::string>> table = {{"expert", "tokens", "gate, up input", "down input"}};

@@ -132,11 +132,13 @@ Status CheckNotEmpty(const CLI::App& parser) {
   return Status::Ok();
 }
 
-/// The exit code of `status`, or that of a system failure where what was printed did not arrive.
+/// The exit code of `status`, or that of a system failure where the answer did not arrive. Errors keep
+/// theirs.
 int Finish(Status status, const Output& output) {
   std::cout.flush();
   // Long documents are written before the flush, which then succeeds.
-  if ((std::fflush(stdout) != 0 || std::ferror(stdout) != 0 || !std::cout) && status.ok()) {
+  const bool lost = std::fflush(stdout) != 0 || std::ferror(stdout) != 0 || !std::cout;
+  if (lost && (status.ok() || status.code() == StatusCode::kNo)) {
     status = Status::System("cannot write to stdout");
     output.Failure(status);
   }
@@ -167,7 +169,9 @@ int Run(int argc, char** argv) {
       "docs/scales.md.\n"
       "All pages: docs/README.md.");
   // Known before parsing, so that a usage error finds its way to the reader that asked for JSON.
-  bool json = std::any_of(argv, argv + argc, [](std::string_view word) { return word == "--json"; });
+  bool json = std::any_of(argv, argv + argc, [](std::string_view word) {
+    return word == "--json" || word.starts_with("--json=");
+  });
   std::vector<std::pair<CLI::App*, Action>> actions;
   for (const Command& command : CommandTable()) {
     CLI::App* parser = app.add_subcommand(std::string(command.name), std::string(command.summary));
@@ -184,6 +188,7 @@ int Run(int argc, char** argv) {
     output.Failure(UsageError(app, error, argc, argv));
     return static_cast<int>(StatusCode::kUsage);
   }
+  output = Output(json);  // as it was parsed: "--json=false"
   Status status;
   for (const auto& [parser, action] : actions) {
     if (parser->parsed()) {

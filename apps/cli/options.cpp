@@ -114,15 +114,7 @@ Status CheckOutput(const std::string& output, const std::string& input) {
 }
 
 Status CheckOutput(const std::string& output, const Checkpoint& checkpoint) {
-  const std::filesystem::path directory = checkpoint.directory();
-  std::set<std::string> files = {"config.json"};
-  for (const TensorInfo& tensor : checkpoint.tensors()) {
-    files.insert(tensor.file);
-  }
-  for (const std::string& file : files) {
-    FMOE_RETURN_IF_ERROR(CheckOutput(output, (directory / file).string()));
-  }
-  return CheckOutput(output, checkpoint.directory());  // a GGUF file
+  return CheckOutput(output, checkpoint.Files());
 }
 
 Status CheckOutput(const std::string& output, const std::vector<std::string>& inputs) {

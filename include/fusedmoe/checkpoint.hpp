@@ -91,9 +91,11 @@ class Checkpoint {
   static bool IsFile(const std::string& path);
 
   const std::string& directory() const;  ///< what was opened
-  const std::string& family() const;     ///< "qwen3_moe": its row in the table of families
-  const std::string& producer() const;   ///< whose metadata say how it is quantized: "modelopt"
-  int64_t num_layers() const;            ///< all of the model, with and without routed experts
+  /// Paths of all that it is read from: files with tensors, their index, and those that configure.
+  std::vector<std::string> Files() const;
+  const std::string& family() const;    ///< "qwen3_moe": its row in the table of families
+  const std::string& producer() const;  ///< whose metadata say how it is quantized: "modelopt"
+  int64_t num_layers() const;           ///< all of the model, with and without routed experts
   /// Layers that hold routed experts, ascending.
   const std::vector<int64_t>& moe_layers() const;
   /// Every tensor, by name.

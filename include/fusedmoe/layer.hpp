@@ -92,8 +92,10 @@ class MoeLayer {
   static Result<std::unique_ptr<MoeLayer>> Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
                                                 const LayerOptions& options = {});
   /// The same from weights that an engine already holds in canonical form. `config` describes the whole
-  /// layer; on several ranks `experts` are those of this rank (its slices, with tensor parallelism), `shared`
-  /// and `latent` (where config.latent > 0) are whole.
+  /// layer; on several ranks `experts` are those of this rank (its slices, with tensor parallelism, where the
+  /// bias of the down projection is whole and counts once), `shared` and `latent` (where config.latent > 0)
+  /// are whole. `shared` is there exactly where config.shared.intermediate > 0, but for layers without
+  /// options.shared_experts.
   static Result<std::unique_ptr<MoeLayer>> Create(const MoeConfig& config, const ExpertSource& experts,
                                                   const RouterWeights& router,
                                                   const LayerOptions& options = {},

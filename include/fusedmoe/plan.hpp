@@ -103,7 +103,7 @@ struct Plan {
   double layout_error = 0.0;  ///< relative change of the weights by steps with a loss, root mean square
   int64_t weight_bytes = 0;   ///< prepared weights of this rank
   /// Memory nodes over which their pages are spread in turn; empty: wherever threads touch them first, the
-  /// process's own policy says, or the system keeps the file that they are mapped from.
+  /// process's own policy says, or the system has what a file brought.
   std::vector<int> weight_nodes;
   int64_t read_bytes = 0;    ///< weight bytes one forward of `tokens` is expected to read
   int64_t flops = 0;         ///< of one forward of `tokens`, two per multiply-add

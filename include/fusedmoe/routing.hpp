@@ -92,7 +92,8 @@ struct RoutingConfig {
   int64_t top_k = 1;
   ScoreFunction score = ScoreFunction::kSoftmax;  ///< kGroupedTopK and kUnspecified
   /// Weights divided by their sum: kDeepSeekV3, kMiniMax2, kGroupedTopK, kSoftmaxBias, kDeepseekV4,
-  /// kUnspecified, kSimulated; handed to kCustom. The other methods say it by their name.
+  /// kUnspecified, kSimulated's uniform_random (normal_routing always divides); handed to kCustom. The other
+  /// methods say it by their name.
   bool renormalize = true;
   int64_t num_groups = 1;       ///< expert groups; 1: none
   int64_t topk_groups = 1;      ///< groups kept; kEveryGroup: all, and top_k / num_groups experts of each

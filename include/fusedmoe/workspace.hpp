@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <fusedmoe/status.hpp>
@@ -46,6 +47,14 @@ class WorkspaceBook {
 class Workspace {
  public:
   Workspace() = default;
+  /// What was moved from holds nothing.
+  Workspace(Workspace&& other) noexcept { *this = std::move(other); }
+  Workspace& operator=(Workspace&& other) noexcept {
+    memory_ = std::move(other.memory_);
+    bytes_ = std::exchange(other.bytes_, 0);
+    on_device_ = other.on_device_;
+    return *this;
+  }
   /// 64-byte aligned; large ones ask the system for huge pages.
   static Result<Workspace> Allocate(int64_t bytes);
 

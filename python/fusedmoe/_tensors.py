@@ -16,8 +16,7 @@ NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": 
          "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
          "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
          "float8_e4m3fnuz": "F8_E4M3_FNUZ", "float8_e5m2fnuz": "F8_E5M2_FNUZ"}
-FORMATS = {"b": "I8", "B": "U8", "h": "I16", "H": "U16", "i": "I32", "I": "U32", "l": "I64", "L": "U64", "q": "I64",
-           "Q": "U64", "e": "F16", "f": "F32", "d": "F64", "?": "BOOL"}
+FORMATS = {"e": "F16", "f": "F32", "d": "F64", "?": "BOOL"}
 # Where tensors without elements lie: torch gives them no address, and for the library that means no tensor.
 _NOTHING = ctypes.create_string_buffer(64)
 PACKED = {"F4_E2M1": (2, 1), "U4": (2, 1), "I4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3)}  # elements in bytes
@@ -33,7 +32,13 @@ def is_numpy(value: Tensor) -> bool:
 
 def is_tensor(value: Tensor) -> bool:
     """Whether it has rows to lend at all."""
-    return is_torch(value) or is_numpy(value) or isinstance(value, memoryview)
+    if is_torch(value) or is_numpy(value):
+        return True
+    try:
+        memoryview(value)
+    except TypeError:
+        return False
+    return True
 
 
 def is_writable(value: Tensor) -> bool:
@@ -52,6 +57,15 @@ def stream_of(value: Tensor) -> int:
     return int(torch.cuda.current_stream(value.device).cuda_stream)
 
 
+def _element(view: memoryview) -> str:
+    """The type that the format of a buffer names. Words of C are as wide as they are here, whatever the format says of
+    their size: ctypes calls its longs "<l"."""
+    kind = view.format.lstrip("@=<")
+    if len(kind) == 1 and kind in "bhilqBHILQ":
+        return f"{'I' if kind.islower() else 'U'}{8 * view.itemsize}"
+    return FORMATS.get(kind, view.format)
+
+
 def _parts(value: Tensor, name: str) -> tuple[int, str, Sequence[int], Sequence[int], Any]:
     """Address, dtype name, shape and strides in bytes; and what must live as long as the address."""
     if is_torch(value):
@@ -67,7 +81,7 @@ def _parts(value: Tensor, name: str) -> tuple[int, str, Sequence[int], Sequence[
     if view.readonly or view.shape is None or view.strides is None:
         raise TypeError("a read-only buffer has no address to lend: give a writable one, a NumPy array or a tensor")
     holder = (ctypes.c_char * 0).from_buffer(view)
-    return ctypes.addressof(holder), FORMATS.get(view.format, view.format), view.shape, view.strides, (view, holder)
+    return ctypes.addressof(holder), _element(view), view.shape, view.strides, (view, holder)
 
 
 def window(value: Tensor | None, name: str, element: str | None = None) -> tuple[_c.Tensor, Any]:

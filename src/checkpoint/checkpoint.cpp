@@ -44,6 +44,10 @@ struct Checkpoint::Impl {
 
 namespace {
 
+// What configures the reader of a directory.
+constexpr const char* kConfigurations[] = {"config.json", "hf_quant_config.json", "quantize_config.json",
+                                           "quant_config.json"};
+
 // By model_type; in a configuration without one, by the name of the model's class.
 Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& config) {
   const bool typed = !config.model_types().empty();
@@ -180,6 +184,16 @@ bool Checkpoint::IsFile(const std::string& path) {
 const std::string& Checkpoint::directory() const {
   return impl_->directory;
 }
+std::vector<std::string> Checkpoint::Files() const {
+  std::vector<std::string> files = impl_->store->Paths();
+  for (const char* name : kConfigurations) {
+    const std::filesystem::path path = std::filesystem::path(impl_->directory) / name;
+    if (std::error_code ignored; std::filesystem::exists(path, ignored)) {
+      files.push_back(path.string());
+    }
+  }
+  return files;
+}
 const std::string& Checkpoint::family() const {
   return impl_->family_name;
 }
@@ -270,8 +284,7 @@ Result<ExpertSource> Checkpoint::Experts(int64_t layer, const ParallelConfig& pa
 // What the files are, and how they are read: a hash of their versions and of all that configures the reader.
 std::string Checkpoint::Impl::Identity(const std::string& what, const std::string& prefix) const {
   std::string text = store->Version(prefix) + family_name + " " + options.expert_layout + "\n";
-  for (const char* name :
-       {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"}) {
+  for (const char* name : kConfigurations) {
     constexpr int64_t kMostBytes = int64_t{64} << 20;
     const auto content =
         platform::ReadTextFile((std::filesystem::path(directory) / name).string(), kMostBytes);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 
 #include "core/checked_math.hpp"
 
@@ -27,10 +28,12 @@ Result<Workspace> Workspace::Allocate(int64_t bytes) {
     return Status::Usage("a workspace of " + std::to_string(bytes) + " bytes was asked for; sizes are >= 0");
   }
   const int64_t alignment = bytes >= 2 * kHugePage ? kHugePage : kSlotAlignment;
-  const auto padded = static_cast<size_t>(RoundUp(std::max<int64_t>(bytes, 1), alignment));
-  void* memory = std::aligned_alloc(static_cast<size_t>(alignment), padded);
+  const bool addressable = bytes <= std::numeric_limits<int64_t>::max() - alignment;
+  const auto padded =
+      addressable ? static_cast<size_t>(RoundUp(std::max<int64_t>(bytes, 1), alignment)) : size_t{0};
+  void* memory = addressable ? std::aligned_alloc(static_cast<size_t>(alignment), padded) : nullptr;
   if (memory == nullptr) {
-    return Status::System("out of memory: " + std::to_string(padded) + " bytes of workspace")
+    return Status::System("out of memory: " + std::to_string(bytes) + " bytes of workspace")
         .WithHint("lower max_tokens");
   }
   if (alignment == kHugePage) {

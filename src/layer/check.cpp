@@ -101,9 +101,10 @@ Status CheckChosenApart(const MoeLayer::Inputs& inputs, const MoeLayer::Outputs&
 
 }  // namespace
 
-ExpertSource Validated(const ExpertSource& experts) {
+ExpertSource Validated(const ExpertSource& experts, std::string_view kind) {
   ExpertSource checked = experts;
-  checked.load = [load = experts.load, scheme = experts.scheme](int64_t index) -> Result<CanonicalExpert> {
+  checked.load = [load = experts.load, scheme = experts.scheme,
+                  kind = std::string(kind)](int64_t index) -> Result<CanonicalExpert> {
     Result<CanonicalExpert> expert = load(index);
     if (!expert.ok()) {
       return expert;
@@ -112,25 +113,64 @@ ExpertSource Validated(const ExpertSource& experts) {
         {"gate", &expert->gate}, {"up", &expert->up}, {"down", &expert->down}};
     for (const auto& [name, matrix] : matrices) {
       if (Status status = matrix->empty() ? Status::Ok() : ValidateCanonical(*matrix); !status.ok()) {
-        return std::move(status).WithTensor(fmt::format("expert {}, {}", index, name));
+        return std::move(status).WithTensor(fmt::format("{} {}, {}", kind, index, name));
       }
       if (!matrix->empty() && !scheme.weight.quantized() && matrix->format.element != scheme.weight.element) {
         return Status::BadInput(fmt::format("holds {}, the scheme of the source {}",
                                             DTypeName(matrix->format.element),
                                             DTypeName(scheme.weight.element)))
-            .WithTensor(fmt::format("expert {}, {}", index, name))
+            .WithTensor(fmt::format("{} {}, {}", kind, index, name))
             .WithHint("all experts of a layer have one type: set scheme.weight.element to it");
       }
       if (!matrix->empty() && scheme.activation.static_tensor_scale && !matrix->input_tensor_scale) {
         return Status::BadInput(
                    fmt::format("has no input_tensor_scale; the activations of {} need a stored one",
                                scheme.name))
-            .WithTensor(fmt::format("expert {}, {}", index, name));
+            .WithTensor(fmt::format("{} {}, {}", kind, index, name));
       }
     }
     return expert;
   };
   return checked;
+}
+
+ExpertSource WithoutDownBias(const ExpertSource& experts) {
+  ExpertSource without = experts;
+  without.load = [load = experts.load](int64_t index) -> Result<CanonicalExpert> {
+    FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+    if (!expert.down.bias.empty()) {  // a bias of zeros, so that ranks plan alike
+      FMOE_ASSIGN_OR_RETURN(expert.down.bias, Tensor::Allocate(DType::kF32, expert.down.bias.shape()));
+    }
+    return expert;
+  };
+  return without;
+}
+
+Status CheckShared(const SharedExpertWeights* shared, const MoeConfig& config) {
+  if (shared == nullptr) {
+    return config.shared.intermediate == 0
+               ? Status::Ok()
+               : Status::Usage(fmt::format("shared.intermediate is {}, and there are no weights of a shared "
+                                           "expert",
+                                           config.shared.intermediate))
+                     .WithHint("give them, or switch LayerOptions::shared_experts off");
+  }
+  if (config.shared.intermediate == 0) {
+    return Status::Usage("weights of a shared expert are given, and shared.intermediate is 0");
+  }
+  if (shared->source.load == nullptr) {
+    return Status::Usage("shared.source.load is empty: the layer asks it for the shared expert");
+  }
+  const Tensor& gate = shared->gate;
+  if (config.shared.has_gate == gate.empty()) {
+    return Status::Usage(gate.empty() ? "shared.has_gate is set, and the weights have no gate"
+                                      : "the shared expert has a gate, and shared.has_gate is not set");
+  }
+  if (!gate.empty() && (gate.dtype() != DType::kF32 || !(gate.shape() == Shape{config.hidden}))) {
+    return Status::Usage(fmt::format("the gate of the shared expert is {} {}, the layer needs F32 [{}]",
+                                     DTypeName(gate.dtype()), gate.shape().ToString(), config.hidden));
+  }
+  return Status::Ok();
 }
 
 Result<ExpertSource> MadeAlike(const ExpertSource& experts, const Executor& executor) {
@@ -181,6 +221,10 @@ Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t
       return Status::Usage(fmt::format("{} is {} {}, the layer needs {} values of F32, BF16, F16", name,
                                        DTypeName(vector->dtype()), vector->shape().ToString(), num_logits));
     }
+  }
+  if (!router.correction_bias.empty() && !RuleOf(config.routing).takes_bias) {
+    return Status::Usage(fmt::format("a correction bias is given, which routing method {} does not have",
+                                     RoutingMethodName(config.routing.method)));
   }
   const Tensor& table = router.token_id_to_experts;
   if (!table.empty()) {

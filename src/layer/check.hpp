@@ -1,14 +1,22 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include <fusedmoe/layer.hpp>
 
 namespace fusedmoe {
 
 /// The experts of an engine, which no reader has seen: what does not fit its format is refused before a
-/// backend decodes it.
-ExpertSource Validated(const ExpertSource& experts);
+/// backend decodes it, as tensors of "<kind> 3".
+ExpertSource Validated(const ExpertSource& experts, std::string_view kind = "expert");
+
+/// The same experts with a down bias of zeros: the outputs of tensor-parallel ranks are added up, and the
+/// first of them alone adds the bias.
+ExpertSource WithoutDownBias(const ExpertSource& experts);
+
+/// The shared expert of an engine, or that there is none (null): what the config says of it.
+Status CheckShared(const SharedExpertWeights* shared, const MoeConfig& config);
 
 /// The same experts, each with all that some of them have beside their codes (AddFeatures). The failure of
 /// the lowest expert that cannot be loaded.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include <fmt/format.h>
@@ -78,6 +79,18 @@ Result<BuiltKernel> BuildShared(const MoeConfig& config, const SharedExpertWeigh
   return BuildKernel(SharedConfig(config), shared.source, shared_options, nullptr, book);
 }
 
+// Kernels number the rows of all batches in 32 bits.
+Status CheckBatchRows(const MoeConfig& config) {
+  constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+  if (config.activation_format != ActivationFormatKind::kBatchedExperts ||
+      config.num_local_experts <= kMostRows / config.max_tokens) {
+    return Status::Ok();
+  }
+  return Status::Usage(fmt::format("batches of {} experts with {} rows each have more than {} rows in all",
+                                   config.num_local_experts, config.max_tokens, kMostRows))
+      .WithHint("fewer max_tokens, or the standard format");
+}
+
 Status AnotherLayout(const PreparedWeights& weights, const Backend& backend) {
   return Status::Unsupported(fmt::format("the weights are prepared in the layout '{}'; {} reads '{}'",
                                          weights.layout_key, backend.name, backend.layout_key))
@@ -118,7 +131,7 @@ Result<std::shared_ptr<const PreparedWeights>> PrepareFor(const Backend& backend
 void DescribeWeights(const PreparedWeights& weights, Plan& plan) {
   plan.weight_bytes = weights.total_bytes();
   plan.layout_error = std::hypot(plan.layout_error, weights.layout_error);
-  if (weights.mapped) {
+  if (weights.from_file) {
     plan.weight_nodes.clear();
   }
   if (!weights.recipe.empty()) {
@@ -234,6 +247,7 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     problem.config.max_tokens = MaxDispatchedTokens(options.parallel, config.max_tokens);
     problem.config.num_experts = rank.num_physical_experts;
   }
+  FMOE_RETURN_IF_ERROR(CheckBatchRows(problem.config));
   SelectionRequest request;
   request.backend = options.backend;
   BuiltKernel built;

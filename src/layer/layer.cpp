@@ -137,8 +137,19 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
     if (experts.load == nullptr) {
       return Status::Usage("experts.load is empty: the layer asks it for each expert");
     }
-    FMOE_ASSIGN_OR_RETURN(const ExpertSource alike, MadeAlike(Validated(experts), options.executor));
-    return CreateAlone(config, alike, router, options, shared, latent);
+    if (options.shared_experts) {
+      FMOE_RETURN_IF_ERROR(CheckShared(shared, config));
+    }
+    SharedExpertWeights checked;
+    if (shared != nullptr && options.shared_experts) {
+      checked = {Validated(shared->source, "shared expert"), shared->gate};
+    }
+    FMOE_ASSIGN_OR_RETURN(ExpertSource alike, MadeAlike(Validated(experts), options.executor));
+    if (IsSpread(options) && options.parallel.tp_rank > 0) {
+      alike = WithoutDownBias(alike);
+    }
+    return CreateAlone(config, alike, router, options, checked.source.load == nullptr ? nullptr : &checked,
+                       latent);
   };
   return AgreeOn(create(), options);
 }

@@ -144,7 +144,7 @@ Result<PreparedWeights::Named> ReadTensor(const platform::InputFile& file, Heade
   if (!reader.ok() || !dtype || !sizes || bytes != PackedBytes(*dtype, count) || offset % kPage != 0) {
     return Damaged(file.path(), fmt::format("tensor '{}' is not described as it was written", named.name));
   }
-  FMOE_ASSIGN_OR_RETURN(const platform::FileBytes data, file.Read(offset, bytes));
+  FMOE_ASSIGN_OR_RETURN(const platform::FileBytes data, file.View(offset, bytes));
   if (Hash(data.data, bytes, executor) != hash) {
     return Damaged(file.path(), fmt::format("the bytes of '{}' do not have their checksum", named.name));
   }
@@ -256,7 +256,7 @@ Result<PreparedWeights> ReadPacked(const std::string& path, std::string_view key
   if (!reader.at_end()) {
     return Damaged(path, "its header does not end where it should");
   }
-  weights.mapped = true;
+  weights.from_file = true;
   return weights;
 }
 

@@ -68,8 +68,9 @@ struct PreparedWeights {
   /// Root mean square of what steps with a loss changed, relative to the scales or codes of the matrix; the
   /// largest of all experts.
   double layout_error = 0.0;
-  /// Tensors are a file's pages, wherever the system keeps it, and not spread over memory nodes.
-  bool mapped = false;
+  /// Tensors came from a file, mapped or read: their pages lie where the system put them, not spread over
+  /// memory nodes.
+  bool from_file = false;
   /// Backends that compute on the canonical form (reference, emulation) keep it here instead.
   std::vector<CanonicalExpert> canonical;
 

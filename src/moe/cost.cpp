@@ -1,6 +1,7 @@
 #include "moe/cost.hpp"
 
 #include <cmath>
+#include <limits>
 
 #include "core/checked_math.hpp"
 
@@ -47,8 +48,10 @@ int64_t ForwardFlops(const MoeConfig& config, int64_t num_tokens) {
   const int64_t projections = config.activation.gated() ? 3 : 2;
   const double share =
       static_cast<double>(config.num_local_experts) / static_cast<double>(config.num_experts);
-  return static_cast<int64_t>(share * 2.0 * static_cast<double>(num_tokens * config.top_k() * projections) *
-                              static_cast<double>(config.hidden) * static_cast<double>(config.intermediate));
+  const double flops = share * 2.0 * static_cast<double>(num_tokens * config.top_k() * projections) *
+                       static_cast<double>(config.hidden) * static_cast<double>(config.intermediate);
+  constexpr auto kMost = std::numeric_limits<int64_t>::max();
+  return flops < static_cast<double>(kMost) ? static_cast<int64_t>(flops) : kMost;
 }
 
 void DescribeCost(const MoeConfig& config, int64_t expert_bytes, int64_t num_tokens, Plan& plan) {

@@ -24,6 +24,9 @@ std::vector<int32_t> InitialPhysicalToLogical(int64_t num_experts, int64_t num_r
 
 Result<EplbMaps> MakeEplbMaps(std::vector<int32_t> physical_to_logical, int64_t num_experts,
                               int64_t max_replicas) {
+  if (num_experts < 1) {
+    return Status::Usage(fmt::format("there are {} experts; at least 1 is needed", num_experts));
+  }
   EplbMaps maps;
   maps.replica_count.assign(At(num_experts), 0);
   for (const int32_t expert : physical_to_logical) {

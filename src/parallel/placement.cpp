@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <fusedmoe/parallel.hpp>
+#include <fusedmoe/routing.hpp>
 
 #include "core/checked_math.hpp"
 #include "core/divisors.hpp"
@@ -151,6 +152,10 @@ Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_expe
     return Status::Usage(
         fmt::format("intermediate size {} cannot be split over {} tensor-parallel ranks{}; ranks could be {}",
                     intermediate, config.tp_size, grain, DivisorList(intermediate, intermediate_multiple)));
+  }
+  if (config.num_redundant_experts < 0 || config.num_redundant_experts > kMaxRoutedExperts) {
+    return Status::Usage(fmt::format("{} redundant experts; it must be between 0 and {}",
+                                     config.num_redundant_experts, kMaxRoutedExperts));
   }
   const int64_t physical = num_experts + config.num_redundant_experts;
   if (config.enable_eplb && physical % config.ep_size != 0) {

@@ -234,6 +234,16 @@ Result<FileBytes> InputFile::Read(int64_t offset, int64_t count) const {
   return FileBytes{data, count, std::move(memory)};
 }
 
+Result<FileBytes> InputFile::View(int64_t offset, int64_t count) const {
+  FMOE_RETURN_IF_ERROR(CheckRange(offset, count));
+  if (mapping_ == nullptr && count > 0) {
+    return Status::Usage("the file was not opened to be mapped").WithFile(path_);
+  }
+  FMOE_ASSIGN_OR_RETURN(const int raw, OpenDescriptor(path_));
+  FMOE_RETURN_IF_ERROR(CheckUnchanged(Descriptor(raw).get()));
+  return FileBytes{static_cast<const std::byte*>(mapping_.get()) + offset, count, mapping_};
+}
+
 Result<std::string> ReadTextFile(const std::string& path, int64_t limit) {
   FMOE_ASSIGN_OR_RETURN(auto file, InputFile::Open(path, FileAccess::kRead));
   if (file->size() > limit) {
@@ -364,6 +374,26 @@ Status OutputFile::Commit() {
   return Status::System(fmt::format("cannot finish the file: {}", ErrorText(error))).WithFile(path_);
 }
 
+Status MoveToNewName(const std::string& path, const std::string& new_path) {
+  int reason =
+      renameat2(AT_FDCWD, path.c_str(), AT_FDCWD, new_path.c_str(), RENAME_NOREPLACE) == 0 ? 0 : errno;
+  // Network file systems have links instead, and some file systems neither.
+  if (reason == EINVAL || reason == ENOSYS) {
+    reason = link(path.c_str(), new_path.c_str()) == 0 && unlink(path.c_str()) == 0 ? 0 : errno;
+  }
+  if (reason == EPERM || reason == EOPNOTSUPP) {
+    struct stat there = {};
+    const bool taken = lstat(new_path.c_str(), &there) == 0;
+    reason = taken ? EEXIST : rename(path.c_str(), new_path.c_str()) == 0 ? 0 : errno;
+  }
+  if (reason == EEXIST) {
+    return Status::Usage("the file exists: it came while this one was written").WithFile(new_path);
+  }
+  return reason == 0 ? Status::Ok()
+                     : Status::System(fmt::format("cannot move the file to its name: {}", ErrorText(reason)))
+                           .WithFile(new_path);
+}
+
 Result<std::unique_ptr<FileLock>> FileLock::Take(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (descriptor < 0) {
@@ -376,6 +406,17 @@ Result<std::unique_ptr<FileLock>> FileLock::Take(const std::string& path) {
                      stat(path.c_str(), &there) != 0 || own.st_ino != there.st_ino;
   if (taken) {
     return Status::Usage("another process is at work there").WithFile(path);
+  }
+  return lock;
+}
+
+Result<std::unique_ptr<FileLock>> FileLock::WaitForFolder(const std::string& folder) {
+  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) {
+    return Status::System(fmt::format("cannot open the folder: {}", ErrorText(errno))).WithFile(folder);
+  }
+  std::unique_ptr<FileLock> lock(new FileLock(descriptor));
+  while (flock(descriptor, LOCK_EX) != 0 && errno == EINTR) {
   }
   return lock;
 }

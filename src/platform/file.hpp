@@ -12,11 +12,11 @@ namespace fusedmoe::platform {
 
 enum class FileAccess : uint8_t {
   kRead,  ///< every read copies from the file
-  kMap    ///< every read copies from a private mapping of it, without touching its pages from here
+  kMap    ///< every read copies from a private mapping of it, without touching its pages from here; View
 };
 
-/// Bytes of a file and what keeps them alive: a copy, 64-byte aligned, that no change of the file reaches. A
-/// file that shrinks meanwhile is an error either way, never a signal.
+/// Bytes of a file and what keeps them alive. Of Read a copy, 64-byte aligned, that no change of the file
+/// reaches; a file that shrinks meanwhile is an error either way, never a signal.
 struct FileBytes {
   const std::byte* data = nullptr;
   int64_t size = 0;
@@ -45,7 +45,11 @@ class InputFile {
   /// Bytes [offset, offset + count). The range must lie in the file (kBadInput
   /// otherwise).
   Result<FileBytes> Read(int64_t offset, int64_t count) const;
-  /// The same, into memory of the caller.
+  /// The bytes where they are mapped (kMap only, kUsage otherwise), without a copy: processes share the
+  /// pages, and the system may take them back. For files that are replaced and never changed: of one that
+  /// shrinks, a page beyond its end is a signal when it is touched.
+  Result<FileBytes> View(int64_t offset, int64_t count) const;
+  /// As Read, into memory of the caller.
   Status ReadInto(int64_t offset, std::span<std::byte> destination) const;
 
  private:
@@ -105,12 +109,19 @@ class OutputFile {
   int64_t position_ = 0;
 };
 
+/// Renames a file of the same file system. kUsage where something stands under the new name already, also if
+/// it came a moment ago.
+Status MoveToNewName(const std::string& path, const std::string& new_path);
+
 /// Keeps other processes, and other locks of this one, from a file that stands for a place. Released, at the
 /// latest, when the process ends, however it ends.
 class FileLock {
  public:
   /// Creates the file where it is missing. kUsage when somebody else holds it.
   static Result<std::unique_ptr<FileLock>> Take(const std::string& path);
+  /// Of a folder, which must exist, for a moment's work on what is in it: waits until nobody else holds it.
+  /// File systems without locks do not keep anybody out.
+  static Result<std::unique_ptr<FileLock>> WaitForFolder(const std::string& folder);
   ~FileLock();
   FileLock(const FileLock&) = delete;
   FileLock& operator=(const FileLock&) = delete;

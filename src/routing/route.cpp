@@ -234,7 +234,7 @@ Status ValidateRouting(const RoutingConfig& config, int64_t num_experts) {
   }
   if (!std::isfinite(config.scaling_factor) || !(config.norm_epsilon >= 0.0F) ||
       !std::isfinite(config.norm_epsilon) || !(config.logit_softcap >= 0.0F) ||
-      !std::isfinite(config.logit_softcap) || !(config.jitter >= 0.0F)) {
+      !std::isfinite(config.logit_softcap) || !(config.jitter >= 0.0F) || !std::isfinite(config.jitter)) {
     return Status::Usage(
         fmt::format("routing constants scaling_factor {}, norm_epsilon {}, logit_softcap {}, jitter {} must "
                     "be finite, and all "

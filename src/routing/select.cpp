@@ -7,6 +7,8 @@ namespace fusedmoe {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+/// Of experts that cannot be chosen. No other choice is a NaN, whereas -inf may be that of an expert.
+constexpr float kOutOfChoice = std::numeric_limits<float>::quiet_NaN();
 
 /// The sum of term(0) ... term(num_experts - 1) in lanes (score_math.hpp).
 template <typename Term>
@@ -74,7 +76,7 @@ void MaskGroups(int64_t num_experts, int64_t num_groups, int64_t topk_groups, bo
       better += Before(value[other], other, value[group], group) ? 1 : 0;
     }
     for (int64_t expert = group * size; better >= topk_groups && expert < (group + 1) * size; ++expert) {
-      scratch.choice[expert] = kMinusInfinity;
+      scratch.choice[expert] = kOutOfChoice;
     }
   }
 }
@@ -132,7 +134,7 @@ void SelectTopK(int64_t first, int64_t count, int64_t top_k, TokenScratch& scrat
   int64_t filled = 0;
   for (int64_t expert = first; expert < first + count; ++expert) {
     const float value = scratch.choice[expert];
-    if (filled == top_k && !(value > chosen[top_k - 1])) {
+    if (std::isnan(value) || (filled == top_k && !(value > chosen[top_k - 1]))) {
       continue;  // later experts lose ties, so only a larger value enters
     }
     int64_t slot = filled < top_k ? filled++ : top_k - 1;
@@ -225,8 +227,7 @@ void SelectSparseMixer(int64_t num_experts, int64_t top_k, float jitter, TokenSc
       });
       weights[slot] = static_cast<float>(1.0 / sum);
     }
-    // NaN marks the taken; -inf logits stay selectable when nothing else is left.
-    scratch.choice[best] = std::numeric_limits<float>::quiet_NaN();
+    scratch.choice[best] = kOutOfChoice;  // -inf logits stay selectable when nothing else is left
   }
 }
 

@@ -371,7 +371,7 @@ TEST(CApi, SimulatedRouting_DrawsExperts) {
   EXPECT_NE(outputs[0], outputs[3]);
   config.simulation = "dice";
   fmoe_layer* refused = nullptr;
-  EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &refused), FMOE_BAD_INPUT);
+  EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &refused), FMOE_USAGE);
   EXPECT_NE(LastText().find("uniform_random, normal_routing"), std::string::npos) << LastText();
 }
 

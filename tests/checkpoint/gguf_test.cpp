@@ -345,6 +345,8 @@ TEST(Gguf, SplitFiles_AreReadTogether) {
   EXPECT_EQ(LoadEverything(path).code(), StatusCode::kBadInput) << "the second file is missing";
   folder.Write("m-00002-of-00002.gguf", second.Bytes());
   EXPECT_TRUE(LoadEverything(path).ok()) << LoadEverything(path).ToString();
+  const auto both = (*Checkpoint::Open(path.string()))->Files();
+  EXPECT_EQ(both, (std::vector<std::string>{path.string(), folder.path() / "m-00002-of-00002.gguf"}));
   second.values.pop_back();
   count(second, 0);
   folder.Write("m-00002-of-00002.gguf", second.Bytes());

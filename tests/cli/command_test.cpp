@@ -74,6 +74,17 @@ TEST(Command, OutputThatDoesNotArrive_ExitsFive) {
     const int status = std::system((CommandText() + " " + arguments + " >/dev/full 2>&1").c_str());
     EXPECT_EQ(WEXITSTATUS(status), 5) << arguments;
   }
+  // An error keeps its code.
+  const int missing = std::system((CommandText() + " inspect no/such/folder --json >/dev/full 2>&1").c_str());
+  EXPECT_EQ(WEXITSTATUS(missing), 3);
+}
+
+TEST(Command, JsonWithAValue_IsTheFlag) {
+  EXPECT_EQ(RunCommand({"version", "--json=true"}).Json().at("schema_version"), 1);
+  EXPECT_EQ(RunCommand({"inspect", "no/such/folder", "--json=true"}).Json().at("error").at("code"),
+            "bad_input");
+  EXPECT_EQ(RunCommand({"version", "--json=false"}).out, RunCommand({"version"}).out);
+  EXPECT_EQ(RunCommand({"version", "--json=perhaps"}).exit_code, 2);
 }
 
 TEST(Command, NumberThatIsNone_IsUsage) {

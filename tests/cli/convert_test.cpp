@@ -67,6 +67,43 @@ TEST(Convert, Gguf_IsReadAndRunsAndComesBack) {
   EXPECT_EQ(quantized.exit_code, 4) << "quantized already";
 }
 
+// Whatever the reader takes of config.json is written again: words of Python for numbers that are none, the
+// type of a number, and settings of quantization from all the objects where they may stand.
+TEST(Convert, Configuration_KeepsItsValuesAndLosesOldSettings) {
+  const SampleCheckpoint source("qwen3_moe", "int4_w4a16:g32");
+  const TemporaryDirectory directory;
+  nlohmann::ordered_json inner = nlohmann::ordered_json::parse(ReadFile(source.path() + "/config.json"));
+  inner["rope_theta"] = 10000.0;
+  inner["time_step_limit"] = "HERE";
+  const nlohmann::ordered_json nested[] = {
+      inner,
+      {{"model_type", "qwen3_moe"}, {"llm", inner}},
+      {{"model_type", "qwen3_omni_moe"}, {"thinker_config", {{"model_type", "x"}, {"text_config", inner}}}}};
+  for (const nlohmann::ordered_json& config : nested) {
+    std::string text = config.dump();
+    const std::string mark = "\"HERE\"";
+    text.replace(text.find(mark), mark.size(), "[0.0, Infinity, -Infinity, NaN, 12345678901234567]");
+    WriteFile(source.path() + "/config.json", text);
+    for (const char* target : {"f32", "compressed-tensors"}) {
+      const std::string output = directory / target;
+      const ProcessResult result = Convert(source.path(), target, output, {"--force"});
+      ASSERT_EQ(result.exit_code, 0) << target << ": " << result.err;
+      const std::string written = ReadFile(output + "/config.json");
+      std::string flat = written;
+      std::erase_if(flat, [](char letter) { return letter == ' ' || letter == '\n'; });
+      EXPECT_NE(flat.find("[0.0,Infinity,-Infinity,NaN,12345678901234567]"), std::string::npos) << written;
+      EXPECT_NE(flat.find("\"rope_theta\":10000.0,"), std::string::npos) << written;
+      const size_t settings = flat.find("quantization_config");
+      EXPECT_EQ(settings == std::string::npos, std::string(target) == "f32") << written;
+      EXPECT_TRUE(settings == std::string::npos ||
+                  flat.find("quantization_config", settings + 1) == std::string::npos)
+          << written;
+      EXPECT_EQ(
+          RunCommand({"verify", output, "--against", source.path(), "--backend", "REFERENCE"}).exit_code, 0);
+    }
+  }
+}
+
 TEST(Convert, LossyOnes_NeedLeaveAndStateTheError) {
   const SampleCheckpoint source("qwen3_moe", "fp8_w8a8:block128");
   const TemporaryDirectory directory;

@@ -211,6 +211,39 @@ TEST(Quantize, Refusals_HaveTheirCodesAndLeaveNothing) {
   EXPECT_FALSE(fs::exists(output));
 }
 
+// What is wrong with the source is an error of its file, before anything is written.
+TEST(Quantize, SourceThatCannotBeCopied_IsBadInput) {
+  const TemporaryDirectory directory;
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  std::string header =
+      R"({"extra.weight":{"dtype":"F13","shape":[1099511627776,1048576],"data_offsets":[0,8]}})";
+  header += std::string(header.size() % 8 == 0 ? 0 : 8 - header.size() % 8, ' ');
+  const uint64_t size = header.size();
+  WriteFile(source.path() + "/extra.safetensors",
+            std::string(reinterpret_cast<const char*>(&size), 8) + header + std::string(8, 'x'));
+  const auto weights = ReadSafetensors(source.path() + "/model.safetensors");
+  ASSERT_TRUE(weights.ok());
+  nlohmann::json index = {{"metadata", {{"total_size", 0}}},
+                          {"weight_map", {{"extra.weight", "extra.safetensors"}}}};
+  for (const NamedTensor& tensor : weights->tensors) {
+    index["weight_map"][tensor.name] = "model.safetensors";
+  }
+  WriteFile(source.path() + "/model.safetensors.index.json", index.dump());
+  const ProcessResult result = Quantize(source.path(), "nvfp4_w4a16", directory / "out");
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  for (const char* said : {"extra.safetensors", "'extra.weight'", "'F13'"}) {
+    EXPECT_NE(result.err.find(said), std::string::npos) << said << ": " << result.err;
+  }
+  const SampleCheckpoint dense("qwen3_moe", "unquantized");
+  dense.Rewrite("model.safetensors", [](std::vector<NamedTensor>& tensors) {
+    std::erase_if(tensors,
+                  [](const NamedTensor& tensor) { return tensor.name.find("mlp") != std::string::npos; });
+  });
+  EXPECT_EQ(Quantize(dense.path(), "nvfp4_w4a16", directory / "out").exit_code, 3);
+  EXPECT_EQ(RunCommand({"lint", dense.path()}).exit_code, 3);
+  EXPECT_TRUE(fs::is_empty(directory.path()));
+}
+
 // --force replaces a whole folder: never the one that is read, and never one that is no checkpoint.
 TEST(Quantize, Force_ReplacesOtherCheckpointsOnly) {
   const TemporaryDirectory directory;
@@ -327,6 +360,28 @@ TEST(Calibrate, CountsTokensAndMerges) {
   for (int64_t expert = 0; expert < 8; ++expert) {
     EXPECT_EQ(twice->Find("layers.0.tokens")->view().as<int64_t>()[expert],
               2 * counts->view().as<int64_t>()[expert]);
+  }
+}
+
+// One process a layer: each read what stood there, and the last one that wrote won.
+TEST(Calibrate, MergesOfSeveralProcesses_KeepAllLayers) {
+  constexpr int kLayers = 4;
+  const SampleCheckpoint source("qwen3_moe", "unquantized", {"--layers", std::to_string(kLayers)});
+  const TemporaryDirectory directory;
+  const std::string file = directory / "stats.safetensors";
+  std::string all;
+  for (int layer = 0; layer < kLayers; ++layer) {
+    all += CommandText() + " calibrate " + source.path() + " --layer " + std::to_string(layer) + " --input " +
+           source.input() + " --output " + file + " --merge >/dev/null & p" + std::to_string(layer) + "=$!; ";
+  }
+  for (int layer = 0; layer < kLayers; ++layer) {
+    all += "wait $p" + std::to_string(layer) + " || exit 1; ";
+  }
+  ASSERT_EQ(std::system(all.c_str()), 0);
+  const auto statistics = ReadSafetensors(file);
+  ASSERT_TRUE(statistics.ok()) << statistics.status().ToString();
+  for (int layer = 0; layer < kLayers; ++layer) {
+    EXPECT_NE(statistics->Find("layers." + std::to_string(layer) + ".tokens"), nullptr) << layer;
   }
 }
 

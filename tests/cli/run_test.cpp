@@ -210,8 +210,13 @@ TEST(Run, MissingFiles_FailWithTheirNames) {
 }
 
 TEST(Run, OutputOverWhatIsRead_IsRefused) {
-  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4"),
+      shards("qwen3_moe", "nvfp4_w4a4", {"--max-shard-bytes", "200000"});
   const std::string prepared = checkpoint.path() + "/prepared.safetensors";
+  const std::string index = shards.path() + "/model.safetensors.index.json",
+                    settings = shards.path() + "/hf_quant_config.json";
+  ASSERT_TRUE(std::filesystem::exists(index));
+  WriteFile(settings, R"({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}})");
   ASSERT_EQ(RunCommand({"prepare", checkpoint.path(), "--backend", "MARLIN", "--output", prepared}).exit_code,
             0);
   const std::string weights = checkpoint.path() + "/model.safetensors";
@@ -219,6 +224,9 @@ TEST(Run, OutputOverWhatIsRead_IsRefused) {
       {"run", checkpoint.path(), "--input", checkpoint.input(), "--output", checkpoint.input()},
       {"run", checkpoint.path(), "--input", checkpoint.input(), "--output", weights},
       {"run", prepared, "--input", checkpoint.input(), "--output", prepared},
+      {"run", shards.path(), "--input", checkpoint.input(), "--output", index},
+      {"run", shards.path(), "--input", checkpoint.input(), "--output", settings},
+      {"verify", shards.path(), "--plot", index},
       {"calibrate", checkpoint.path(), "--input", checkpoint.input(), "--output", checkpoint.input()},
       {"calibrate", checkpoint.path(), "--input", checkpoint.input(), "--output", weights},
       {"prepare", checkpoint.path(), "--backend", "MARLIN", "--output", weights},

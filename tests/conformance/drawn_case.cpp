@@ -45,13 +45,8 @@ int64_t DrawSize(const Scheme& scheme, Dice& dice) {
 }
 
 ActivationSpec DrawActivation(Dice& dice) {
-  constexpr int64_t kCount = 0
-#define FMOE_CONFORMANCE_ONE(id, name, gated, formula) +1
-      FMOE_ACTIVATION_TABLE(FMOE_CONFORMANCE_ONE)
-#undef FMOE_CONFORMANCE_ONE
-      ;
   ActivationSpec spec;
-  spec.kind = static_cast<ActivationKind>(dice.OneIn(3) ? 0 : dice.Below(kCount));
+  spec.kind = static_cast<ActivationKind>(dice.OneIn(3) ? 0 : dice.Below(kActivationKinds));
   if (spec.kind == ActivationKind::kSwigluOai) {
     spec.alpha = 1.702F;
     spec.beta = 1.0F;

@@ -56,5 +56,13 @@ TEST(WorkspaceBooking, SlotsAreAlignedAndDisjoint) {
   EXPECT_EQ(reinterpret_cast<uintptr_t>(workspace->Get<char>(b)) % 64, 0U);
 }
 
+TEST(WorkspaceBooking, MovedFrom_HoldsNothing) {
+  Workspace from = *Workspace::Allocate(100);
+  const Workspace to = std::move(from);
+  EXPECT_EQ(to.bytes(), 100);
+  EXPECT_EQ(from.bytes(), 0);  // NOLINT(bugprone-use-after-move)
+  EXPECT_EQ(Workspace::Allocate(std::numeric_limits<int64_t>::max()).status().code(), StatusCode::kSystem);
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -4,6 +4,8 @@
 
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -69,7 +71,31 @@ TEST_F(PackCache, GivesBackWhatWasWritten) {
   const auto read = ReadPacked(Path("file"), "key", {});
   ASSERT_TRUE(read.ok()) << read.status().ToString();
   ExpectSame(*read, SmallWeights());
-  EXPECT_TRUE(read->mapped);
+  EXPECT_TRUE(read->from_file);
+}
+
+// Whether the bytes lie in a mapping of the file: what was read was copied once, unseen.
+bool IsMappedFrom(const std::byte* data, const std::string& path) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    uint64_t begin = 0, end = 0;
+    char dash = 0;
+    std::istringstream(line) >> std::hex >> begin >> dash >> end;
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    if (begin <= address && address < end) {
+      return line.ends_with(path);
+    }
+  }
+  return false;
+}
+
+TEST_F(PackCache, IsMappedAndNotCopied) {
+  ASSERT_TRUE(WritePacked(Path("file"), "key", SmallWeights(), {}).ok());
+  const auto read = ReadPacked(Path("file"), "key", {});
+  ASSERT_TRUE(read.ok()) << read.status().ToString();
+  for (const PreparedWeights::Named& named : read->tensors) {
+    EXPECT_TRUE(IsMappedFrom(named.tensor.view().data(), fs::canonical(Path("file")))) << named.name;
+  }
 }
 
 TEST_F(PackCache, RefusesTheFileOfSomethingElse) {

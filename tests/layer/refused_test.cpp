@@ -1,4 +1,5 @@
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <string>
 #include <vector>
@@ -86,6 +87,73 @@ TEST(RefusedLayer, RanksThatNothingJoins) {
     options.communicator = SingleCommunicator();
     ExpectUsage(Create(options), "rank 0 of 2, the communicator that of rank 0 of 1");
   }
+}
+
+// Row numbers of all batches are kept in 32 bits.
+TEST(RefusedLayer, BatchesOfMoreRowsThanCanBeNumbered) {
+  LayerOptions options;
+  options.activation_format = ActivationFormatKind::kBatchedExperts;
+  options.max_tokens = (int64_t{1} << 29) + 1;
+  options.backend = "REFERENCE";
+  ExpectUsage(Create(options), "batches of 4 experts with 536870913 rows each");
+}
+
+// What a shared expert lacks, or has too much, was found by crashes and by wrong sums.
+TEST(RefusedLayer, SharedExpertsThatDoNotFit) {
+  MoeConfig config = Sizes();
+  config.shared.intermediate = 16;
+  const RandomLayer random = MakeRandomLayer(Sizes(), "unquantized", 3);
+  MoeConfig of_shared = Sizes();
+  of_shared.num_experts = of_shared.num_local_experts = of_shared.routing.top_k = 1;
+  of_shared.intermediate = 16;
+  of_shared.has_bias = true;
+  const ExpertSource source = MakeRandomLayer(of_shared, "unquantized", 4).source;
+  const auto create = [&](const MoeConfig& sizes, const SharedExpertWeights* shared) {
+    return MoeLayer::Create(sizes, random.source, {}, {}, shared).status();
+  };
+  SharedExpertWeights shared{source, {}};
+  EXPECT_TRUE(create(config, &shared).ok()) << create(config, &shared).ToString();
+  ExpectUsage(create(config, nullptr), "shared.intermediate is 16, and there are no weights");
+  ExpectUsage(create(Sizes(), &shared), "shared.intermediate is 0");
+  shared.source.load = nullptr;
+  ExpectUsage(create(config, &shared), "shared.source.load is empty");
+
+  // Of its matrices: what is refused of routed experts.
+  const auto spoiled = [&](const std::function<void(CanonicalExpert&)>& spoil) {
+    SharedExpertWeights wrong{source, {}};
+    wrong.source.load = [&](int64_t index) -> Result<CanonicalExpert> {
+      CanonicalExpert expert = *source.load(index);
+      spoil(expert);
+      return expert;
+    };
+    const Status status = create(config, &wrong);
+    EXPECT_EQ(status.code(), StatusCode::kBadInput) << status.ToString();
+    EXPECT_NE(status.ToString().find("'shared expert 0, "), std::string::npos) << status.ToString();
+  };
+  spoiled([](CanonicalExpert& expert) { expert.up.codes = {}; });
+  spoiled([](CanonicalExpert& expert) { expert.up.codes = *Tensor::Allocate(DType::kBF16, {2, 2}); });
+  spoiled([](CanonicalExpert& expert) { expert.down.bias = *Tensor::Allocate(DType::kF32, {3}); });
+  spoiled([](CanonicalExpert& expert) {
+    expert.down.bias.mutable_view().as<float>()[0] = std::numeric_limits<float>::quiet_NaN();
+  });
+
+  shared = {source, *Tensor::Allocate(DType::kF32, {kHidden})};
+  ExpectUsage(create(config, &shared), "shared.has_gate is not set");
+  config.shared.has_gate = true;
+  EXPECT_TRUE(create(config, &shared).ok()) << create(config, &shared).ToString();
+  shared.gate = {};
+  ExpectUsage(create(config, &shared), "shared.has_gate is set, and the weights have no gate");
+  for (const auto& [dtype, width] : {std::pair{DType::kBF16, kHidden}, std::pair{DType::kF32, int64_t{7}}}) {
+    shared.gate = *Tensor::Allocate(dtype, {width});
+    ExpectUsage(create(config, &shared), "the layer needs F32 [64]");
+  }
+}
+
+TEST(RefusedLayer, CorrectionBiasOfAMethodWithoutOne) {
+  RouterWeights router;
+  router.weight = *Tensor::Allocate(DType::kF32, {kExperts, kHidden});
+  router.correction_bias = *Tensor::Allocate(DType::kF32, {kExperts});
+  ExpectUsage(Create({}, router), "a correction bias is given, which routing method");
 }
 
 // Biases that the config promises change the choice: a router without them would route differently.

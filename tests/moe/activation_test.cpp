@@ -9,14 +9,16 @@
 namespace fusedmoe {
 namespace {
 
-constexpr ActivationKind kAllKinds[] = {
-#define FMOE_KIND(id, name, gated, formula) ActivationKind::id,
-    FMOE_ACTIVATION_TABLE(FMOE_KIND)
-#undef FMOE_KIND
-};
+std::vector<ActivationKind> AllKinds() {
+  std::vector<ActivationKind> kinds;
+  for (int kind = 0; kind < kActivationKinds; ++kind) {
+    kinds.push_back(static_cast<ActivationKind>(kind));
+  }
+  return kinds;
+}
 
 TEST(Activation, SingleStaysWithinTheBoundOfTheDefinition) {
-  for (const ActivationKind kind : kAllKinds) {
+  for (const ActivationKind kind : AllKinds()) {
     for (const float limit : {0.0F, 7.0F}) {
       const ActivationSpec spec{.kind = kind, .alpha = 1.702F, .beta = 1.0F, .limit = limit};
       for (int step = -300; step <= 300; ++step) {
@@ -75,7 +77,7 @@ TEST(Activation, ReluIsItsGateAboveZeroTimesUp) {
 }
 
 TEST(Activation, NanStaysNanInEveryKind) {
-  for (const ActivationKind kind : kAllKinds) {
+  for (const ActivationKind kind : AllKinds()) {
     const ActivationSpec spec{.kind = kind, .limit = 7.0F};
     EXPECT_TRUE(std::isnan(Activate(spec, std::numeric_limits<float>::quiet_NaN(), 1.0F)))
         << ActivationName(kind);

@@ -89,6 +89,7 @@ TEST(Eplb, ShapesThatCannotBeBalancedNameThoseThatCan) {
   EXPECT_FALSE(CheckEplbShape({.num_experts = 4, .num_physical = 4, .num_nodes = 0}).ok());
   EXPECT_FALSE(MakeEplbMaps({0, 1, 1}, 3).ok());
   EXPECT_FALSE(MakeEplbMaps({0, 3}, 2).ok());
+  EXPECT_EQ(MakeEplbMaps({}, 0).status().code(), StatusCode::kUsage);
   EXPECT_FALSE(MakeEplbMaps({0, 1, 1, 1}, 2, 2).ok());
 }
 

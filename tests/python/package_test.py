@@ -122,6 +122,17 @@ class Package(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "read-only"):
             self.layer(memoryview(bytes(self.hidden)).cast("B").cast("f", self.hidden.shape), out=wrong)
 
+    def test_arrays_of_ctypes(self):
+        expected = matrix(bytes(self.hidden.nbytes), self.hidden.shape)
+        self.layer(self.hidden, out=expected)
+        rows = (ctypes.c_float * self.hidden.shape[1]) * self.hidden.shape[0]
+        hidden, out = rows.from_buffer_copy(bytes(self.hidden)), rows()
+        self.layer(hidden, out=out)
+        self.assertEqual(bytes(out), bytes(expected))
+        longs = ((ctypes.c_long * self.hidden.shape[1]) * self.hidden.shape[0])()
+        with self.assertRaisesRegex(fusedmoe.Error, "I64"):
+            self.layer(longs, out=out)
+
     def test_rows_that_share_memory(self):
         tokens, width = self.hidden.shape
         row = 4 * width

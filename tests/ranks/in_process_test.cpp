@@ -96,6 +96,43 @@ TEST(LatentExperts, OnTwoRanks_EqualOneRank) {
   }
 }
 
+// A token that names one expert in all its slots, of which its rank has fewer experts: more rows came back
+// than there was room for.
+TEST(RepeatedExperts, OnFourRanks_EqualOneRank) {
+  for (const char* name : {"naive", "allgather_reducescatter", "deepep_high_throughput", "mori"}) {
+    for (const Determinism determinism : {Determinism::kRankInvariant, Determinism::kThreadInvariant}) {
+      for (const char* backend : {"REFERENCE", "CPU_FUSED"}) {
+        RankCell cell;
+        cell.sizes.dp = 4;
+        cell.sizes.enable_expert_parallel = true;
+        cell.sizes.all2all = name;
+        cell.ids = IdPattern::kRepeated;
+        cell.num_experts = 4;
+        cell.determinism = determinism;
+        cell.backend = backend;
+        const std::vector<std::string> wrong = RunOnThreads(4, cell);
+        EXPECT_EQ(wrong, std::vector<std::string>(4)) << cell.Name();
+      }
+    }
+  }
+}
+
+// Each tensor-parallel rank brings its slices, of which the bias of the down projection is whole: it counts
+// once.
+TEST(DownBias, OfTensorParallelRanks_IsAddedOnce) {
+  for (const int64_t ranks : {2, 4}) {
+    for (const char* backend : {"REFERENCE", "CPU_FUSED"}) {
+      RankCell cell;
+      cell.sizes.tp = ranks;
+      cell.bias = true;
+      cell.backend = backend;
+      cell.determinism = Determinism::kThreadInvariant;
+      const std::vector<std::string> wrong = RunOnThreads(ranks, cell);
+      EXPECT_EQ(wrong, std::vector<std::string>(static_cast<size_t>(ranks))) << cell.Name();
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, CellsOnThreads, testing::Values(1, 2, 4, 8));
 
 }  // namespace

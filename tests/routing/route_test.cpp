@@ -268,6 +268,16 @@ TEST(Routing, HashTablesOutOfRangeAreRefused) {
   EXPECT_EQ(Route(config, inputs, ids.data(), weights.data()).code(), StatusCode::kBadInput);
 }
 
+// An expert at -inf in a group that stays comes before all experts of those that do not.
+TEST(Routing, GroupsThatAreDropped_GiveNoExpert) {
+  RoutingConfig config = Config(RoutingMethod::kRenormalize, 2);
+  config.num_groups = 2;
+  const Routed routed = RouteLogits(config, {0.0F, 0.5F, 5.0F, -std::numeric_limits<float>::infinity()}, 4);
+  ASSERT_TRUE(routed.status.ok()) << routed.status.ToString();
+  EXPECT_EQ(routed.ids, (std::vector<int32_t>{2, 3}));
+  EXPECT_EQ(routed.weights, (std::vector<float>{1.0F, 0.0F}));
+}
+
 TEST(Routing, ImpossibleConfigurationsNameBothValues) {
   const std::vector<float> logits = RandomLogits(2 * 12, 10);
   const auto refusal = [&](const std::function<void(RoutingConfig&)>& change, std::vector<float> bias = {}) {
@@ -293,6 +303,7 @@ TEST(Routing, ImpossibleConfigurationsNameBothValues) {
   refusal([](auto& c) { c.num_zero_experts = 12; });
   refusal([](auto& c) { c.scaling_factor = kNan; });
   refusal([](auto& c) { c.norm_epsilon = -1.0F; });
+  refusal([](auto& c) { c.jitter = std::numeric_limits<float>::infinity(); });
   refusal([](auto& c) { c.method = RoutingMethod::kCustom; });
   EXPECT_NE(refusal([](auto& c) {
               c.method = RoutingMethod::kSimulated, c.simulation.assign("gaussian");

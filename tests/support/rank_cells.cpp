@@ -29,8 +29,8 @@ const RandomLayer& LayerOf(const RankCell& cell) {
   static std::mutex mutex;  // ranks may be threads
   static std::map<std::string, RandomLayer> drawn;
   const std::lock_guard lock(mutex);
-  const std::string key = fmt::format("{} {} {} {} {}", cell.scheme, cell.num_experts, cell.top_k,
-                                      cell.same_input_scale, cell.latent);
+  const std::string key = fmt::format("{} {} {} {} {} {}", cell.scheme, cell.num_experts, cell.top_k,
+                                      cell.same_input_scale, cell.latent, cell.bias);
   const auto found = drawn.find(key);
   if (found != drawn.end()) {
     return found->second;
@@ -42,6 +42,7 @@ const RandomLayer& LayerOf(const RankCell& cell) {
   config.routing.top_k = cell.top_k;
   config.dtype = DType::kBF16;
   config.max_tokens = kMaxTokens;
+  config.has_bias = cell.bias;
   RandomLayer layer = MakeRandomLayer(config, cell.scheme, 5);
   layer.config.hidden = kHidden;
   layer.config.latent = cell.latent;
@@ -131,6 +132,9 @@ Batch DrawBatch(const RankCell& cell, int64_t group, int64_t step) {
         break;
       case IdPattern::kHoles:
         batch.ids[slot] = (slot * 7 + seed) % 3 == 0 ? -1 : batch.ids[slot];
+        break;
+      case IdPattern::kRepeated:  // in every slot
+        batch.ids[slot] = static_cast<int32_t>(cell.num_experts - 1);
         break;
     }
   }
@@ -313,7 +317,7 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
 
 std::string RankCell::Name() const {
   static const char* const kTokenNames[] = {"equal", "descending", "zero_on_one", "zero_on_all", "one_token"};
-  static const char* const kIdNames[] = {"uniform", "one_expert", "one_rank", "holes"};
+  static const char* const kIdNames[] = {"uniform", "one_expert", "one_rank", "holes", "repeated"};
   return fmt::format(
              "tp{} pcp{} dp{} sp{}{}{} {} {} {} {} {} E{} k{} {}{}", sizes.tp, sizes.pcp, sizes.dp, sizes.sp,
              sizes.enable_expert_parallel ? " ep" : "",
@@ -321,7 +325,7 @@ std::string RankCell::Name() const {
              sizes.all2all, kTokenNames[static_cast<int>(tokens)], kIdNames[static_cast<int>(ids)], scheme,
              backend, num_experts, top_k, DeterminismName(determinism), shared ? " shared" : "") +
          (latent > 0 ? fmt::format(" latent {}", latent) : "") + (same_input_scale ? " same_scale" : "") +
-         (isa.empty() ? "" : " " + isa);
+         (bias ? " bias" : "") + (isa.empty() ? "" : " " + isa);
 }
 
 std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,

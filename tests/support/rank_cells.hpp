@@ -13,7 +13,7 @@
 namespace fusedmoe::testing_support {
 
 enum class TokenPattern { kEqual, kDescending, kZeroOnOne, kZeroOnAll, kOneToken };
-enum class IdPattern { kUniform, kOneExpert, kOneRank, kHoles };
+enum class IdPattern { kUniform, kOneExpert, kOneRank, kHoles, kRepeated };
 
 /// One layer on several ranks, against the same layer on one.
 struct RankCell {
@@ -29,6 +29,7 @@ struct RankCell {
   int64_t num_experts = 8;
   int64_t top_k = 3;
   bool shared = false;
+  bool bias = false;
   int64_t latent = 0;             ///< width of the experts' rows, behind projections; 0: none
   bool same_input_scale = false;  ///< of all experts, where the scheme stores one
   int64_t eplb_interval = 0;      ///< steps between plans of the placement; 0: it stays

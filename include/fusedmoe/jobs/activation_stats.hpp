@@ -39,5 +39,8 @@ struct ActivationStats {
 /// negative or not finite, and layers that are not whole.
 Result<ActivationStats> ReadActivationStats(const std::string& path);
 Status WriteActivationStats(const std::string& path, const ActivationStats& stats);
+/// Merges `stats` into what the file holds, or writes it where there is none, and returns all. Calls of
+/// several processes for one file take turns, so that nothing is lost. Errors: as of the three above.
+Result<ActivationStats> AddToActivationStats(const std::string& path, const ActivationStats& stats);
 
 }  // namespace fusedmoe

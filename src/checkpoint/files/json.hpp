@@ -33,6 +33,8 @@ class JsonValue {
   const std::string& string() const { return string_; }
   bool boolean() const { return boolean_; }
   double number() const { return number_; }
+  /// Whether it is a number that was written as an integer of 64 bits.
+  bool is_integer() const { return integer_.has_value(); }
   /// Set when the number is an integer (also when it was written as 128.0).
   std::optional<int64_t> integer() const;
   const std::vector<JsonValue>& items() const { return items_; }

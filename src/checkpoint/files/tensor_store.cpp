@@ -205,6 +205,16 @@ std::span<const std::string_view> TensorStore::Below(std::string_view prefix) co
   return {first, end};
 }
 
+std::vector<std::string> TensorStore::Paths() const {
+  std::vector<std::string> paths;
+  std::transform(files_.begin(), files_.end(), std::back_inserter(paths),
+                 [](const auto& file) { return file->path(); });
+  if (std::error_code ignored; !gguf_ && !fs::is_directory(source_, ignored)) {
+    paths.push_back(source_);
+  }
+  return paths;
+}
+
 Status TensorStore::Blame(Status status, std::string_view name) const {
   if (const auto it = by_name_.find(name); it != by_name_.end()) {
     status = std::move(status).WithFile(files_[static_cast<size_t>(places_[it->second].file)]->path());

@@ -58,6 +58,8 @@ class TensorStore {
 
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
   bool is_gguf() const { return gguf_; }
+  /// Paths of the files with tensors, and of their index.
+  std::vector<std::string> Paths() const;
   /// The block type of a matrix "X.weight" of a GGUF file; null when there is none.
   const BlockType* BlockTypeOf(std::string_view name) const;
   /// Null when there is no tensor of that name.

@@ -86,6 +86,10 @@ Result<ModelConfig> ModelConfig::Parse(std::string_view text, std::string path) 
   return config;
 }
 
+bool ModelConfig::IsInnerObject(std::string_view name) {
+  return std::find(std::begin(kInnerObjects), std::end(kInnerObjects), name) != std::end(kInnerObjects);
+}
+
 std::vector<std::string> ModelConfig::Architectures() const {
   std::vector<std::string> words;
   if (const JsonValue* list = Find("architectures"); list != nullptr) {

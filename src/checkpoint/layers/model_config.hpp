@@ -28,6 +28,8 @@ class ModelConfig {
   static Result<ModelConfig> Parse(std::string_view text, std::string path);
 
   const std::string& path() const { return path_; }
+  /// Whether an object of that name holds the configuration of a language model inside another.
+  static bool IsInnerObject(std::string_view name);
   /// model_type of the text model, then those of the objects around it.
   const std::vector<std::string>& model_types() const { return model_types_; }
   /// The words of `architectures`, classes of the model; empty: none.

@@ -4,11 +4,14 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 
 #include <fmt/format.h>
 
 #include <fusedmoe/safetensors.hpp>
+
+#include "platform/file.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -139,6 +142,22 @@ Status WriteActivationStats(const std::string& path, const ActivationStats& stat
     }
   }
   return WriteSafetensors(path, tensors, {{"format", "fusedmoe.activation_stats"}});
+}
+
+Result<ActivationStats> AddToActivationStats(const std::string& path, const ActivationStats& stats) {
+  namespace fs = std::filesystem;
+  const fs::path folder = fs::path(path).parent_path();
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<platform::FileLock> turn,
+                        platform::FileLock::WaitForFolder(folder.empty() ? "." : folder.string()));
+  ActivationStats all;
+  if (std::error_code ignored; fs::exists(path, ignored)) {
+    FMOE_ASSIGN_OR_RETURN(all, ReadActivationStats(path));
+  }
+  if (Status merged = all.Merge(stats); !merged.ok()) {
+    return std::move(merged).WithFile(path);
+  }
+  FMOE_RETURN_IF_ERROR(WriteActivationStats(path, all));
+  return all;
 }
 
 }  // namespace fusedmoe

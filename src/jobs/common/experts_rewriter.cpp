@@ -1,13 +1,14 @@
 #include "jobs/common/experts_rewriter.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/gguf/gguf_model.hpp"
+#include "checkpoint/layers/model_config.hpp"
 #include "numerics/rows.hpp"
-#include "platform/file.hpp"
 
 namespace fusedmoe::jobs {
 namespace {
@@ -19,8 +20,6 @@ using checkpoint::Located;
 using checkpoint::Projection;
 
 using Json = nlohmann::ordered_json;
-
-constexpr int64_t kLargestConfig = int64_t{64} << 20;
 
 std::string_view CommonName(Projection projection) {
   return projection == Projection::kGate ? "gate_proj"
@@ -57,11 +56,48 @@ Json AsJson(const checkpoint::JsonValue& value) {
     }
     return list;
   }
-  return value.is_string()   ? Json(value.string())
-         : value.is_bool()   ? Json(value.boolean())
-         : value.integer()   ? Json(*value.integer())
-         : value.is_number() ? Json(value.number())
-                             : Json(nullptr);
+  return value.is_string()    ? Json(value.string())
+         : value.is_bool()    ? Json(value.boolean())
+         : value.is_integer() ? Json(*value.integer())
+         : value.is_number()  ? Json(value.number())
+                              : Json(nullptr);
+}
+
+// In every object where a reader looks for it (ModelConfig).
+void EraseQuantization(Json& scope) {
+  for (const char* key : {"quantization_config", "compression_config", "quantization"}) {  // the last is MLX
+    scope.erase(key);
+  }
+  for (auto& [key, value] : scope.items()) {
+    if (value.is_object() && (key.ends_with("_config") || checkpoint::ModelConfig::IsInnerObject(key))) {
+      EraseQuantization(value);
+    }
+  }
+}
+
+// As json.dumps(..., indent=2) has it: numbers that are not finite are words, for which dump() has null.
+void AppendAsPython(const Json& value, size_t indent, std::string& text) {
+  const auto scalar = [](const Json& json) {
+    return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+  };
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+    const auto number = value.get<double>();
+    text += std::isnan(number) ? "NaN" : number > 0.0 ? "Infinity" : "-Infinity";
+    return;
+  }
+  if (!value.is_structured() || value.empty()) {
+    text += scalar(value);
+    return;
+  }
+  text += value.is_object() ? "{" : "[";
+  const char* separator = "\n";
+  for (const auto& [key, member] : value.items()) {
+    text += separator + std::string(indent + 2, ' ');
+    text += value.is_object() ? scalar(Json(key)) + ": " : "";
+    AppendAsPython(member, indent + 2, text);
+    separator = ",\n";
+  }
+  text += "\n" + std::string(indent, ' ') + (value.is_object() ? "}" : "]");
 }
 
 // Of a weight that need not be there.
@@ -127,7 +163,7 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
   rewriter.gguf_ = source->producer() == "gguf";
   rewriter.experts_alone_ = rewriter.gguf_;
   if (source->moe_layers().empty()) {
-    return Status::Usage("no layer with routed experts was found").WithFile(source->directory());
+    return Status::BadInput("no layer with routed experts was found").WithFile(source->directory());
   }
   // Names are sorted once, so that those of a module are found together.
   std::vector<std::string_view> sorted;
@@ -167,7 +203,19 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
     }
     rewriter.layers_.push_back(std::move(layer));
   }
+  for (const CopiedTensor& copied :
+       rewriter.Copied()) {  // what cannot be read shows before anything is written
+    if (!copied.info->problem.empty()) {
+      return Access::Store(*source).Blame(Status::BadInput(copied.info->problem), copied.info->name);
+    }
+  }
   return rewriter;
+}
+
+std::vector<std::string> ExpertsRewriter::SourcePaths() const {
+  std::vector<std::string> paths = checkpoint_->Files();
+  paths.push_back(checkpoint_->directory());
+  return paths;
 }
 
 std::vector<CopiedTensor> ExpertsRewriter::Copied() const {
@@ -219,30 +267,15 @@ std::vector<std::string> ExpertsRewriter::UnquantizedModules() const {
   return modules;
 }
 
-Result<std::string> ExpertsRewriter::ConfigWith(const std::string& quantization) const {
-  Json json;
-  if (gguf_) {
-    json = AsJson(Access::Config(*checkpoint_).root());
-  } else {
-    const std::string path = checkpoint_->directory() + "/config.json";
-    FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path, kLargestConfig));
-    json = Json::parse(text, nullptr, false);
-    if (!json.is_object()) {
-      return Status::BadInput("is no JSON object").WithFile(path);
-    }
-  }
-  json.erase("quantization_config");
-  json.erase("compression_config");
-  json.erase("quantization");  // MLX
-  for (auto& [key, value] : json.items()) {
-    if (value.is_object() && key.ends_with("_config")) {
-      value.erase("quantization_config");
-    }
-  }
+std::string ExpertsRewriter::ConfigWith(const std::string& quantization) const {
+  Json json = AsJson(Access::Config(*checkpoint_).root());
+  EraseQuantization(json);
   if (!quantization.empty()) {
     json["quantization_config"] = Json::parse(quantization);
   }
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  std::string text;
+  AppendAsPython(json, 0, text);
+  return text + "\n";
 }
 
 std::vector<TensorSpec> ExpertSpecs(const SourceLayer& layer, int64_t expert,

@@ -51,6 +51,8 @@ class ExpertsRewriter {
 
   const std::vector<SourceLayer>& layers() const { return layers_; }
   const Checkpoint& checkpoint() const { return *checkpoint_; }
+  /// What no output may replace: the checkpoint and its files.
+  std::vector<std::string> SourcePaths() const;
   /// Every tensor which belongs to no routed expert, by its new name; those of a GGUF file that are left out
   /// are not among them.
   std::vector<CopiedTensor> Copied() const;
@@ -61,8 +63,8 @@ class ExpertsRewriter {
   /// Matrices that stay as they are, as modules: routers, attention, shared experts, embeddings.
   std::vector<std::string> UnquantizedModules() const;
   /// config.json of the source (of a GGUF file: what its metadata say) with this JSON object as its
-  /// quantization_config (empty: without one).
-  Result<std::string> ConfigWith(const std::string& quantization) const;
+  /// quantization_config (empty: without one), and with none in the objects that it nests.
+  std::string ConfigWith(const std::string& quantization) const;
 
  private:
   void Rename(SourceLayer& layer);

@@ -1,5 +1,8 @@
 #include "jobs/common/unfinished_output.hpp"
 
+#include <sys/stat.h>
+
+#include <algorithm>
 #include <filesystem>
 #include <string_view>
 #include <utility>
@@ -28,17 +31,24 @@ bool IsWithin(const fs::path& inner, const fs::path& outer) {
   return false;
 }
 
+/// What `convert --to gguf` leaves in a folder.
+bool HoldsGguf(const fs::path& directory) {
+  std::error_code error;
+  return fs::exists(directory / "model.gguf", error) &&
+         fs::exists(directory / "conversion_report.json", error);
+}
+
 /// --force removes the whole folder: what else than a checkpoint lies there may be anybody's.
-Status CheckReplaceable(const fs::path& directory, const std::string& source) {
-  if (IsWithin(source, directory)) {
-    return Status::Usage("the folder holds the checkpoint that is read, and would be replaced")
+Status CheckReplaceable(const fs::path& directory, const std::vector<std::string>& sources) {
+  if (std::any_of(sources.begin(), sources.end(),
+                  [&](const std::string& source) { return IsWithin(source, directory); })) {
+    return Status::Usage("what stands there is, or holds, the checkpoint that is read")
         .WithFile(directory.string())
-        .WithHint("choose another folder");
+        .WithHint("choose another name");
   }
   std::error_code error;
   if (fs::is_directory(directory, error) && !fs::is_empty(directory, error) &&
-      !fs::exists(directory / "config.json", error) &&
-      !fs::exists(directory / "conversion_report.json", error)) {
+      !fs::exists(directory / "config.json", error) && !HoldsGguf(directory)) {
     return Status::Usage("the folder is not empty and holds no config.json; only a checkpoint is replaced")
         .WithFile(directory.string())
         .WithHint("choose another folder, or remove this one");
@@ -114,9 +124,34 @@ Status CheckFinal(const fs::path& final_path, bool single_file, const OutputPlac
         .WithHint("--force replaces it");
   }
   if (exists && place.overwrite) {
-    FMOE_RETURN_IF_ERROR(CheckReplaceable(final_path, place.source));
+    FMOE_RETURN_IF_ERROR(CheckReplaceable(final_path, place.sources));
   }
   return Status::Ok();
+}
+
+/// Another folder can be moved to the name of a folder, but not to the root of a file system (a volume of a
+/// container, say).
+Status CheckNoMount(const fs::path& folder) {
+  struct stat own = {}, around = {};
+  const std::string parent = folder.has_parent_path() ? folder.parent_path().string() : ".";
+  if (stat(folder.c_str(), &own) != 0 || stat(parent.c_str(), &around) != 0 || own.st_dev == around.st_dev) {
+    return Status::Ok();
+  }
+  return Status::Usage("the folder is the root of a file system, whose place no other folder can take")
+      .WithFile(folder.string())
+      .WithHint("name a new folder in it");
+}
+
+/// The name behind links, which stay: what they lead to is written.
+Result<fs::path> BehindLinks(const fs::path& path) {
+  std::error_code error;
+  if (!fs::is_symlink(path, error)) {
+    return path;
+  }
+  fs::path target = fs::canonical(path, error);
+  return error ? Result<fs::path>(
+                     Status::Usage("a link that leads nowhere stands there").WithFile(path.string()))
+               : Result<fs::path>(std::move(target));
 }
 
 }  // namespace
@@ -131,7 +166,11 @@ Result<std::unique_ptr<UnfinishedOutput>> UnfinishedOutput::Take(const OutputPla
     return Status::Usage(
         fmt::format("'{}' cannot be made: a name for a new directory is needed", place.directory));
   }
+  FMOE_ASSIGN_OR_RETURN(final_path, BehindLinks(final_path));
   const bool single_file = final_path.extension() == ".gguf" && !fs::is_directory(final_path, error);
+  if (!single_file) {
+    FMOE_RETURN_IF_ERROR(CheckNoMount(final_path));
+  }
   FMOE_RETURN_IF_ERROR(CheckFinal(final_path, single_file, place));
   const fs::path temporary =
       final_path.parent_path() / fmt::format(".{}.incomplete", final_path.filename().string());
@@ -182,12 +221,12 @@ Status UnfinishedOutput::Commit() {
   const auto failed = [&](std::string_view what) {
     return Status::System(fmt::format("cannot {}: {}", what, error.message())).WithFile(final_);
   };
-  if (single_file_) {
-    fs::rename(gguf_path(), final_, error);
-    if (error) {
-      return failed("move the file to its name");
+  if (single_file_) {  // the destructor removes the rest
+    if (!overwrite_) {
+      return platform::MoveToNewName(gguf_path(), final_);
     }
-    return Status::Ok();  // the destructor removes the rest
+    fs::rename(gguf_path(), final_, error);
+    return error ? failed("move the file to its name") : Status::Ok();
   }
   fs::path old;
   if (overwrite_ && fs::exists(final_, error) && !fs::is_empty(final_, error)) {

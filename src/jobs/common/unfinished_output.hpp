@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <fusedmoe/status.hpp>
 
@@ -13,8 +14,9 @@ namespace fusedmoe::jobs {
 struct OutputPlace {
   std::string directory;
   bool overwrite = false;  ///< replace the checkpoint that stands there
-  std::string source;      ///< the checkpoint that the new one is made from; empty: none
-  bool gguf = false;       ///< a name that ends in ".gguf" is that of a single file
+  /// What the new one is made from: the checkpoint and its files; empty: nothing.
+  std::vector<std::string> sources;
+  bool gguf = false;  ///< a name that ends in ".gguf" is that of a single file
 };
 
 /// A directory under construction, next to its final place under another name: nothing stands under the final
@@ -23,8 +25,9 @@ struct OutputPlace {
 class UnfinishedOutput {
  public:
   /// kUsage when the place is taken: by a file or a folder that is not empty, unless `overwrite` is set, or
-  /// by another run that writes there now. Commit removes a folder that it replaces with all that is in it,
-  /// so never `source`, a folder around it, or one that is no checkpoint (kUsage).
+  /// by another run that writes there now; when it is a link that leads nowhere, or a folder that is the root
+  /// of a file system, which no other can take the place of. Commit removes a folder that it replaces with
+  /// all that is in it, so never one of `sources`, a folder around it, or one that is no checkpoint (kUsage).
   static Result<std::unique_ptr<UnfinishedOutput>> Take(const OutputPlace& place);
   /// Without Commit: nothing stays.
   ~UnfinishedOutput();

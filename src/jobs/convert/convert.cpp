@@ -124,7 +124,7 @@ std::vector<jobs::Unit> Job::Units() const {
 
 Status Job::WriteDirectory(OutputCheckpoint& output) const {
   FMOE_ASSIGN_OR_RETURN(const std::string quantization, plan_.Config(rewriter_));
-  FMOE_ASSIGN_OR_RETURN(const std::string config, rewriter_.ConfigWith(quantization));
+  const std::string config = rewriter_.ConfigWith(quantization);
   FMOE_RETURN_IF_ERROR(output.WriteText("config.json", config));
   if (const std::string text = plan_.SideFile(rewriter_); !text.empty()) {
     FMOE_RETURN_IF_ERROR(output.WriteText("hf_quant_config.json", Json::parse(text).dump(2) + "\n"));
@@ -157,11 +157,10 @@ Status Job::Judge(const Difference& all, ConvertReport& report) const {
 Result<ConvertReport> Job::Run() {
   const MemoryReuse reuse;  // of one expert by the next
   const bool gguf = plan_.form == Form::kGguf;
-  FMOE_ASSIGN_OR_RETURN(const auto output,
-                        OutputCheckpoint::Create({.directory = options_.directory,
-                                                  .overwrite = options_.overwrite,
-                                                  .source = rewriter_.checkpoint().directory(),
-                                                  .gguf = gguf}));
+  FMOE_ASSIGN_OR_RETURN(const auto output, OutputCheckpoint::Create({.directory = options_.directory,
+                                                                     .overwrite = options_.overwrite,
+                                                                     .sources = rewriter_.SourcePaths(),
+                                                                     .gguf = gguf}));
   FMOE_RETURN_IF_ERROR(
       gguf ? WriteGgufLayers(rewriter_, plan_,
                              {options_.max_shard_bytes, options_.executor, options_.progress}, *output)

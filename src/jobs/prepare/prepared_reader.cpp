@@ -32,6 +32,7 @@ class Reader {
     FMOE_RETURN_IF_ERROR(ParseSource(source, out.description));
     FMOE_RETURN_IF_ERROR(ReadRecipe(out.weights));
     FMOE_RETURN_IF_ERROR(ReadTensors(out));
+    out.weights.from_file = true;
     FMOE_RETURN_IF_ERROR(ReadRouter(out));
     FMOE_RETURN_IF_ERROR(ReadLatent(out));
     FMOE_RETURN_IF_ERROR(ReadShared(out));

@@ -211,7 +211,7 @@ std::string Job::ReportText(const QuantizeReport& report) const {
 }
 
 Status Job::WriteConfig(jobs::OutputCheckpoint& output) const {
-  FMOE_ASSIGN_OR_RETURN(const std::string config, rewriter_.ConfigWith(row_.config(scheme_, storage_)));
+  const std::string config = rewriter_.ConfigWith(row_.config(scheme_, storage_));
   FMOE_RETURN_IF_ERROR(output.WriteText("config.json", config));
   if (row_.side_file != nullptr) {
     const std::string text = Json::parse(row_.side_file(scheme_, storage_)).dump(2) + "\n";
@@ -291,7 +291,7 @@ Result<QuantizeReport> Job::Run() {
   FMOE_ASSIGN_OR_RETURN(const auto output,
                         jobs::OutputCheckpoint::Create({.directory = options_.directory,
                                                         .overwrite = options_.overwrite,
-                                                        .source = rewriter_.checkpoint().directory()}));
+                                                        .sources = rewriter_.SourcePaths()}));
   FMOE_RETURN_IF_ERROR(WriteConfig(*output));
   std::vector<std::unique_ptr<Slot>> slots;
   const jobs::WriteOptions write{options_.max_shard_bytes, options_.executor, options_.progress};

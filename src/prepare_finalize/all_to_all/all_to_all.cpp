@@ -67,15 +67,17 @@ AllToAllPrepareFinalize::AllToAllPrepareFinalize(AllToAllParts parts, WorkspaceB
                                                      : ActivationFormatKind::kStandard) {
   const MoeConfig& config = parts_.config;
   const int64_t slots = config.top_k();
-  const int64_t local_slots = std::min(slots, config.num_local_experts);  // of one token, at most
+  // Rows of one token on one rank, at most: in batches of experts each expert once, else an expert as often
+  // as the token names it.
+  const int64_t slot_rows = batched() ? std::min(slots, config.num_local_experts) : slots;
   max_share_ = tokens_.MaxShare(config.max_tokens);
   max_rows_ = ranks() * max_share_;
   const int64_t copies = protocol_ == WireProtocol::kGather     ? 1
                          : protocol_ == WireProtocol::kRankRows ? std::min(slots, ranks())
                                                                 : slots;
   max_sent_ = max_share_ * copies;
-  max_received_ = max_rows_ * (batched() ? local_slots : 1);
-  max_results_ = max_rows_ * (by_slot() ? local_slots : 1);
+  max_received_ = max_rows_ * (batched() ? slot_rows : 1);
+  max_results_ = max_rows_ * (by_slot() ? slot_rows : 1);
   table_width_ = by_slot() ? slots : sliced() ? ranks() : std::min(slots, ranks());
   // Rows keep the dtype of the hidden states, which is known only per call: book for the widest.
   const RecordLayout record =

@@ -98,7 +98,7 @@ __device__ void MaskGroups(const RouteArguments& call, const TokenRoom& room, in
       better += Before(room.group[other], other, room.group[group], group) ? 1 : 0;
     }
     for (int expert = group * size; better >= call.topk_groups && expert < (group + 1) * size; ++expert) {
-      room.choice[expert] = MinusInfinity();
+      room.choice[expert] = nanf("");  // before nothing: the choice of others may be -inf
     }
   }
   __syncwarp();

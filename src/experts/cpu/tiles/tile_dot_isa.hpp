@@ -69,11 +69,12 @@ struct TileEngine {
     bool spread;     // between tile instructions instead
   };
   /// What is spread between tile instructions, by what sums lack (TileSums): nothing, of the formats that
-  /// were measured to gain by it; the scale of their token, of codes (FP8, NVFP4 W4A4); that, as integers.
+  /// were measured to gain by it (MXFP8 1 to 4 %; INT8, INT4 by channel and BF16 do not); the scale of their
+  /// token, of codes (FP8, NVFP4 W4A4); that, as integers.
   struct There {
     static constexpr bool kNvfp4 = kWeight == kWeightNvfp4;
-    static constexpr bool kPlain =
-        kNvfp4 || kWeight == kWeightMxfp4 || (kWeight == kWeightE4m3 && !kBytes) || kRounded;
+    static constexpr bool kPlain = kNvfp4 || kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ||
+                                   (kWeight == kWeightE4m3 && !kBytes) || kRounded;
     static constexpr bool kScaled = kNvfp4 || (kWeight == kWeightE4m3 && !kFlush && !kBytes);
     static constexpr bool kInteger = kDirect && kBytes;
   };
