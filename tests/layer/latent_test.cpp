@@ -321,8 +321,9 @@ TEST(LatentLayer, ProjectionsThatDoNotFit_AreRefusedByName) {
                 .find("give back their input"),
             std::string::npos);
   const Latent whole;
+  const SharedExpertWeights beside{whole.shared.source, {}};
   const auto without =
-      MoeLayer::Create(whole.config, whole.routed.source, RouterWeights{}, Options("REFERENCE"));
+      MoeLayer::Create(whole.config, whole.routed.source, RouterWeights{}, Options("REFERENCE"), &beside);
   ASSERT_FALSE(without.ok());
   EXPECT_EQ(without.status().code(), StatusCode::kUsage);
   EXPECT_NE(without.status().message().find("latent=64"), std::string::npos) << without.status().ToString();
