@@ -64,6 +64,10 @@ TEST(UnfinishedOutput, Links_StayAndWhatTheyLeadToIsWritten) {
     EXPECT_TRUE(fs::is_symlink(link));
     EXPECT_EQ(test::ReadFile(target + "/config.json"), "new");
   }
+  const std::string file = folder / "file.gguf";  // one that leads to a file is replaced
+  fs::create_symlink(target + "/config.json", file);
+  EXPECT_TRUE(Written({.directory = file, .overwrite = true, .gguf = true}, "").ok());
+  EXPECT_FALSE(fs::is_symlink(file));
   const Status status = Written({.directory = lost}, "config.json");
   EXPECT_EQ(status.code(), StatusCode::kUsage) << status.ToString();
   EXPECT_NE(status.message().find("leads nowhere"), std::string::npos) << status.ToString();

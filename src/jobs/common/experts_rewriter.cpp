@@ -63,14 +63,18 @@ Json AsJson(const checkpoint::JsonValue& value) {
                               : Json(nullptr);
 }
 
-// In every object where a reader looks for it (ModelConfig).
-void EraseQuantization(Json& scope) {
-  for (const char* key : {"quantization_config", "compression_config", "quantization"}) {  // the last is MLX
-    scope.erase(key);
+// In every object where the reader looks for it (ModelConfig), and where other tools may: they have one of
+// their own in the configuration of a vision tower, say.
+void EraseQuantization(Json& scope, bool is_read = true) {
+  scope.erase("quantization_config");
+  if (is_read) {
+    scope.erase("compression_config");
+    scope.erase("quantization");  // MLX
   }
   for (auto& [key, value] : scope.items()) {
-    if (value.is_object() && (key.ends_with("_config") || checkpoint::ModelConfig::IsInnerObject(key))) {
-      EraseQuantization(value);
+    const bool inner = checkpoint::ModelConfig::IsInnerObject(key);
+    if (value.is_object() && (inner || key.ends_with("_config"))) {
+      EraseQuantization(value, is_read && inner);
     }
   }
 }

@@ -142,16 +142,17 @@ Status CheckNoMount(const fs::path& folder) {
       .WithHint("name a new folder in it");
 }
 
-/// The name behind links, which stay: what they lead to is written.
+/// Of a link to a folder the folder, which is written while the link stays. A link to a file is replaced.
 Result<fs::path> BehindLinks(const fs::path& path) {
   std::error_code error;
   if (!fs::is_symlink(path, error)) {
     return path;
   }
   fs::path target = fs::canonical(path, error);
-  return error ? Result<fs::path>(
-                     Status::Usage("a link that leads nowhere stands there").WithFile(path.string()))
-               : Result<fs::path>(std::move(target));
+  if (error) {
+    return Status::Usage("a link that leads nowhere stands there").WithFile(path.string());
+  }
+  return fs::is_directory(target, error) ? std::move(target) : path;
 }
 
 }  // namespace
