@@ -131,6 +131,10 @@ inline constexpr int64_t kMaxRoutedExperts = 2048;
 Status Route(const RoutingConfig& config, const RoutingInputs& inputs, int32_t* topk_ids, float* topk_weights,
              const Executor& executor = {});
 
+/// Whether RoutingConfig::simulation may be `name`; and those that it may be, for messages.
+bool IsSimulation(std::string_view name);
+std::string SimulationNames();
+
 /// What Route would object to, whatever the tokens. `num_experts` counts zero experts.
 Status ValidateRouting(const RoutingConfig& config, int64_t num_experts);
 

@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include "capi/handles.hpp"
-#include "routing/simulate.hpp"
 
 namespace fusedmoe::capi {
 namespace {
@@ -178,9 +177,8 @@ Result<RoutingConfig> ToRouting(const fmoe_layer_config& from) {
   routing.num_zero_experts = from.num_zero_experts;
   if (routing.method == RoutingMethod::kSimulated) {
     routing.simulation = from.simulation == nullptr ? "uniform_random" : from.simulation;
-    if (!ParseSimulation(routing.simulation)) {
-      return Status::Usage(
-          fmt::format("unknown simulation '{}'; known: uniform_random, normal_routing", routing.simulation));
+    if (!IsSimulation(routing.simulation)) {
+      return Unknown("simulation", from.simulation, SimulationNames());
     }
     routing.simulation_seed = from.simulation_seed;
   }

@@ -1,9 +1,9 @@
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include <fmt/format.h>
 #include <fusedmoe/parallel.hpp>
-#include <fusedmoe/routing.hpp>
 
 #include "core/checked_math.hpp"
 #include "core/divisors.hpp"
@@ -153,11 +153,12 @@ Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_expe
         fmt::format("intermediate size {} cannot be split over {} tensor-parallel ranks{}; ranks could be {}",
                     intermediate, config.tp_size, grain, DivisorList(intermediate, intermediate_multiple)));
   }
-  if (config.num_redundant_experts < 0 || config.num_redundant_experts > kMaxRoutedExperts) {
-    return Status::Usage(fmt::format("{} redundant experts; it must be between 0 and {}",
-                                     config.num_redundant_experts, kMaxRoutedExperts));
+  const std::optional<int64_t> all = CheckedAdd(num_experts, config.num_redundant_experts);
+  if (config.num_redundant_experts < 0 || !all) {
+    return Status::Usage(
+        fmt::format("{} redundant experts beside {} experts", config.num_redundant_experts, num_experts));
   }
-  const int64_t physical = num_experts + config.num_redundant_experts;
+  const int64_t physical = *all;
   if (config.enable_eplb && physical % config.ep_size != 0) {
     const int64_t fitting = RoundUp(num_experts, config.ep_size) - num_experts;
     return Status::Usage(fmt::format(

@@ -34,6 +34,14 @@ class Random {
 
 }  // namespace
 
+std::string SimulationNames() {
+  return "uniform_random, normal_routing";
+}
+
+bool IsSimulation(std::string_view name) {
+  return ParseSimulation(name).has_value();
+}
+
 std::optional<Simulation> ParseSimulation(std::string_view name) {
   if (name == "uniform_random") {
     return Simulation::kUniform;
