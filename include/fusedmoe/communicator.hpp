@@ -65,10 +65,11 @@ class Communicator {
   Status Exchange(const RowExchange& exchange);
 
   /// Claims the calls that follow for this thread; false, without waiting, where another has claimed them. A
-  /// forward of a layer that it joins takes a turn for as long as it runs.
-  bool TakeTurn() { return !taken_.exchange(true, std::memory_order_acquire); }
+  /// forward of a layer that it joins takes a turn for as long as it runs. A communicator that exchanges
+  /// through another takes the other's.
+  virtual bool TakeTurn() { return !taken_.exchange(true, std::memory_order_acquire); }
   /// Ends a turn that was taken.
-  void EndTurn() { taken_.store(false, std::memory_order_release); }
+  virtual void EndTurn() { taken_.store(false, std::memory_order_release); }
 
   /// Whether rows on cards can be exchanged: Enqueue and Finish.
   virtual bool on_cards() const { return false; }

@@ -136,7 +136,7 @@ class Rebalancing {
   }
 
   Status BuildShadow() {
-    source_ = mover_.Source(local_experts_);
+    FMOE_ASSIGN_OR_RETURN(source_, mover_.Source(local_experts_));
     ExpertPlacement placement{state_.maps(0).physical_to_logical, balance_.epoch + 1, balance_.load};
     FMOE_ASSIGN_OR_RETURN(built_, BuildKernel(balance_.whole, source_, balance_.options,
                                               balance_.shared ? &*balance_.shared : nullptr, book_, placement,

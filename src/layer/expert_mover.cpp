@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -79,6 +81,21 @@ uint64_t SealOf(const std::byte* blob, int64_t bytes, BlobHeader header) {
   header.digest = 0;
   return Digest(blob + kHeaderBytes, bytes - kHeaderBytes, Fingerprint(&header, sizeof(header)));
 }
+
+/// The experts of a rank after moves, one place each however many there were.
+struct MovedExperts {
+  struct Place {
+    int64_t index = -1;  ///< in `first`; or
+    std::shared_ptr<const CanonicalExpert> arrived;
+  };
+  std::function<Result<CanonicalExpert>(int64_t)> first;  ///< of the source that the layer was made with
+  std::vector<Place> places;
+
+  Result<CanonicalExpert> operator()(int64_t index) const {
+    const Place& place = places[static_cast<size_t>(index)];
+    return place.arrived != nullptr ? Result<CanonicalExpert>(*place.arrived) : first(place.index);
+  }
+};
 
 int64_t IndexOf(const std::vector<int64_t>& experts, int64_t expert) {
   const auto found = std::find(experts.begin(), experts.end(), expert);
@@ -156,7 +173,8 @@ Status ExpertMover::Run(Communicator& communicator) {
   }
   send_ = Tensor();
   for (int64_t arrival = 0; arrival < experts_received(); ++arrival) {
-    if (Result<CanonicalExpert> expert = Unpack(arrival); !expert.ok() && fault_.ok()) {
+    if (Result<CanonicalExpert> expert = Unpack(receive_, arrival * blob_bytes_);
+        !expert.ok() && fault_.ok()) {
       fault_ = std::move(expert).status().WithContext(
           fmt::format("expert {} arrived", received_[static_cast<size_t>(arrival)]));
     }
@@ -236,8 +254,8 @@ void ExpertMover::Pack(int32_t expert, std::byte* blob) {
   std::memcpy(blob, &header, sizeof(header));
 }
 
-Result<CanonicalExpert> ExpertMover::Unpack(int64_t arrival) const {
-  const std::byte* blob = receive_.view().data() + arrival * blob_bytes_;
+Result<CanonicalExpert> ExpertMover::Unpack(const Tensor& memory, int64_t offset) const {
+  const std::byte* blob = memory.view().data() + offset;
   BlobHeader header;
   std::memcpy(&header, blob, sizeof(header));
   if (header.digest != SealOf(blob, blob_bytes_, header)) {
@@ -259,7 +277,7 @@ Result<CanonicalExpert> ExpertMover::Unpack(int64_t arrival) const {
       const TensorView& view = (matrix->*tensor).view();
       if (!view.empty()) {
         const TensorView own(source, view.dtype(), view.shape());
-        matrix->*tensor = Tensor::Borrow(own, receive_.owner());
+        matrix->*tensor = Tensor::Borrow(own, memory.owner());
         source += RoundUp(own.total_bytes(), kAlign);
       }
     }
@@ -267,19 +285,32 @@ Result<CanonicalExpert> ExpertMover::Unpack(int64_t arrival) const {
   return expert;
 }
 
-ExpertSource ExpertMover::Source(const std::vector<int64_t>& local_experts) const {
+Result<ExpertSource> ExpertMover::Source(const std::vector<int64_t>& local_experts) const {
+  const auto* earlier = source_.load.target<MovedExperts>();
+  MovedExperts moved;
+  moved.first = earlier != nullptr ? earlier->first : source_.load;
+  for (const int64_t expert : local_experts) {
+    MovedExperts::Place place;
+    const int64_t old = IndexOf(local_experts_, expert), arrival = IndexOf(received_, expert);
+    if (old >= 0 && earlier != nullptr) {
+      place = earlier->places[static_cast<size_t>(old)];
+    } else if (old >= 0) {
+      place.index = old;
+    } else if (arrival >= 0) {
+      // In memory of its own, which goes when it leaves.
+      FMOE_ASSIGN_OR_RETURN(Tensor blob, Tensor::Allocate(DType::kU8, {blob_bytes_}));
+      std::memcpy(blob.mutable_view().data(), receive_.view().data() + arrival * blob_bytes_,
+                  static_cast<size_t>(blob_bytes_));
+      FMOE_ASSIGN_OR_RETURN(CanonicalExpert arrived, Unpack(blob, 0));
+      place.arrived = std::make_shared<const CanonicalExpert>(std::move(arrived));
+    } else {
+      return Status::System(fmt::format("expert {} was not sent to this rank", expert));
+    }
+    moved.places.push_back(std::move(place));
+  }
   ExpertSource next = source_;
   next.num_local_experts = static_cast<int64_t>(local_experts.size());
-  next.load = [self = *this, local_experts](int64_t index) -> Result<CanonicalExpert> {
-    const int64_t expert = local_experts[static_cast<size_t>(index)];
-    if (const int64_t old = IndexOf(self.local_experts_, expert); old >= 0) {
-      return self.source_.load(old);
-    }
-    if (const int64_t arrival = IndexOf(self.received_, expert); arrival >= 0) {
-      return self.Unpack(arrival);
-    }
-    return Status::System(fmt::format("expert {} was not sent to this rank", expert));
-  };
+  next.load = std::move(moved);
   return next;
 }
 

@@ -37,8 +37,9 @@ class ExpertMover {
   Status Run(Communicator& communicator);
   const Status& fault() const { return fault_; }
 
-  /// The experts `local_experts` (logical ids) of the new placement: from the old source, or as received.
-  ExpertSource Source(const std::vector<int64_t>& local_experts) const;
+  /// The experts `local_experts` (logical ids) of the new placement: from the source that the layer was made
+  /// with, or as they arrived, now or earlier. Those that have left are kept no longer.
+  Result<ExpertSource> Source(const std::vector<int64_t>& local_experts) const;
 
   int64_t experts_received() const { return static_cast<int64_t>(received_.size()); }
   int64_t bytes_received() const { return experts_received() * blob_bytes_; }
@@ -48,7 +49,8 @@ class ExpertMover {
  private:
   Status RunRound(int32_t round, Communicator& communicator);
   void Pack(int32_t expert, std::byte* blob);
-  Result<CanonicalExpert> Unpack(int64_t arrival) const;
+  /// The expert of a blob in `memory`, whose tensors stay there.
+  Result<CanonicalExpert> Unpack(const Tensor& memory, int64_t offset) const;
 
   ExpertSource source_;
   std::vector<int64_t> local_experts_;

@@ -120,6 +120,8 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::AgreeOn(Result<std::unique_ptr<MoeLa
   if (options.communicator == nullptr || options.communicator->size() == 1) {
     return layer;
   }
+  const Turn turn(options.communicator.get());
+  FMOE_RETURN_IF_ERROR(turn.status());
   FMOE_RETURN_IF_ERROR(
       Agree(*options.communicator, "load", layer.status(), layer.ok() ? (*layer)->impl_->fingerprint : 0));
   if ((*layer)->impl_->wire != nullptr) {
@@ -282,7 +284,7 @@ Status MoeLayer::ForwardFromHost(const Inputs& inputs, const Outputs& outputs, c
   FMOE_RETURN_IF_ERROR(turn.status());
   Status ready = impl_->CheckInputs(inputs, outputs);
   // Ids that the card would skip are refused here, where they can be seen.
-  if (ready.ok() && !inputs.topk_ids.empty() && inputs.topk_ids.rank() == 2) {
+  if (ready.ok() && inputs.hidden.dim(0) > 0 && !inputs.topk_ids.empty()) {
     ready = TakeIds(inputs.topk_ids, impl_->num_logits(), nullptr);
   }
   if (!ready.ok()) {

@@ -240,10 +240,11 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   prepare.router_weight_on_input =
       parts_.config.apply_router_weight_on_input && !traits.monolithic && !traits.weights_own_input;
   prepare.defer_quantization = traits.expects_unquantized_inputs;
+  const MutableTensorView routed = RoutedSums(input, output, workspace);
+  prepare.output = routed.dtype();
   PrepareOutput prepared;
   FMOE_RETURN_IF_ERROR(outer.Prepare(prepare, prepared, workspace, executor));
 
-  const MutableTensorView routed = RoutedSums(input, output, workspace);
   const bool direct =
       traits.weight_and_reduce == WeightAndReduceKind::kNoOp && outer.experts_may_write_output();
   const MutableTensorView target = direct ? routed : ExpertOutput(prepared.num_tokens, workspace);

@@ -117,6 +117,85 @@ TEST(CudaLayer, OneWorkspace_CallsOfAnySizeInAnyOrder_SameBitsAsAFreshOne) {
   }
 }
 
+/// Rows may lie backwards, or over one another, in host memory and on the card.
+TEST(CudaLayer, RowsInAnyOrder_SameBits) {
+  FMOE_SKIP_WITHOUT_KERNELS("mxfp4_w4a16");
+  constexpr int64_t kHidden = 512, kTokens = 24, kRow = kHidden * 2;
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = 16;
+  config.routing.top_k = 4;
+  config.hidden = kHidden;
+  config.intermediate = 192;
+  const auto random = MakeRandomLayer(config, "mxfp4_w4a16", 3);
+  LayerOptions options;
+  options.device = "cuda";
+  options.max_tokens = kTokens;
+  const auto layer = MoeLayer::Create(config, random.source, RouterWeights{}, options);
+  ASSERT_TRUE(layer.ok()) << layer.status().message();
+  const Workspace workspace = *(*layer)->CreateWorkspace();
+  const Tensor memory = RandomRows(kTokens, kHidden, DType::kBF16, 5);
+  for (const int64_t stride : {-kRow, kRow / 2}) {
+    const int64_t tokens = stride < 0 ? kTokens : kTokens / 2;
+    const auto begin = [&](const std::byte* rows) { return stride < 0 ? rows + (kTokens - 1) * kRow : rows; };
+    Batch straight{*Tensor::Allocate(DType::kBF16, {tokens, kHidden}),
+                   MakeRandomRouting(tokens, 4, config.num_experts, 6)};
+    for (int64_t row = 0; row < tokens; ++row) {
+      std::memcpy(straight.hidden.mutable_view().data() + row * kRow,
+                  begin(memory.view().data()) + row * stride, kRow);
+    }
+    const std::vector<float> expected = RunLayer(**layer, straight, workspace);
+    TensorView rows(begin(memory.view().data()), DType::kBF16, {tokens, kHidden});
+    rows.set_stride_bytes(0, stride);
+    const Batch strided{Tensor::Borrow(rows, memory.owner()), straight.routing};
+    EXPECT_TRUE(test::SameBits(RunLayer(**layer, strided, workspace), expected))
+        << "from the host, " << stride;
+
+    const auto* words = memory.view().as<uint16_t>();
+    const OnCard<uint16_t> hidden(std::vector<uint16_t>(words, words + kTokens * kHidden));
+    const OnCard<int32_t> ids(straight.routing.ids);
+    const OnCard<float> weights(straight.routing.weights);
+    const OnCard<float> output(std::vector<float>(static_cast<size_t>(tokens * kHidden), 0.0F));
+    MoeLayer::Inputs inputs;
+    inputs.hidden =
+        TensorView(begin(hidden.View(DType::kBF16, {1, 1}).data()), DType::kBF16, {tokens, kHidden});
+    inputs.hidden.set_stride_bytes(0, stride);
+    inputs.topk_ids = ids.View(DType::kI32, {tokens, 4});
+    inputs.topk_weights = weights.View(DType::kF32, {tokens, 4});
+    MoeLayer::Outputs outputs;
+    outputs.output = output.MutableView(DType::kF32, {tokens, kHidden});
+    const Status status = (*layer)->Forward(inputs, outputs, workspace);
+    ASSERT_TRUE(status.ok()) << status.ToString();
+    EXPECT_TRUE(test::SameBits(output.Read(), expected)) << "on the card, " << stride;
+  }
+}
+
+/// A call of CUDA that failed, whosever it was, is no failure of the next launch.
+TEST(CudaLayer, ErrorThatWasTold_IsNotToldAgain) {
+  FMOE_SKIP_WITHOUT_KERNELS("mxfp4_w4a16");
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = 8;
+  config.routing.top_k = 2;
+  config.hidden = config.intermediate = 256;
+  const auto random = MakeRandomLayer(config, "mxfp4_w4a16", 3);
+  RouterWeights router;
+  router.weight = RandomRows(8, 256, DType::kBF16, 4);
+  LayerOptions options;
+  options.device = "cuda";
+  options.max_tokens = 3;
+  const auto layer = MoeLayer::Create(config, random.source, router, options);
+  ASSERT_TRUE(layer.ok()) << layer.status().message();
+  const Workspace workspace = *(*layer)->CreateWorkspace();
+  const Tensor hidden = RandomRows(3, 256, DType::kBF16, 9);
+  Tensor output = *Tensor::Allocate(DType::kF32, {3, 256});
+  MoeLayer::Inputs inputs;
+  inputs.hidden = hidden.view();
+  MoeLayer::Outputs outputs;
+  outputs.output = output.mutable_view();
+  EXPECT_FALSE(cuda::CopyOnDevice(nullptr, nullptr, 16, nullptr).ok());
+  const Status status = (*layer)->ForwardFromHost(inputs, outputs, workspace);
+  EXPECT_TRUE(status.ok()) << status.ToString();
+}
+
 /// Outputs are finite where the reference's are, and those as close as they must be.
 void ExpectFiniteAsTheReference(const MoeConfig& config, const ExpertSource& source, const Batch& batch,
                                 const char* mode) {

@@ -153,6 +153,12 @@ TEST(DeviceRouting, HashTable_IdsOfTheTable) {
                   ->Choose(4, card_logits.View(DType::kF32, {4, 4}), card_tokens.View(DType::kI64, {4}),
                            ids.data(), weights.data(), nullptr)
                   .ok());
+  for (const DType other : {DType::kU64, DType::kF32, DType::kI16}) {
+    const Status refused =
+        (*router)->Choose(4, card_logits.View(DType::kF32, {4, 4}), card_tokens.View(other, {4}), ids.data(),
+                          weights.data(), nullptr);
+    EXPECT_EQ(refused.code(), StatusCode::kUsage) << DTypeName(other);
+  }
   EXPECT_EQ(ids.Read(), (std::vector<int32_t>{3, 2, 0, 3, 2, 1, -1, -1}));
   EXPECT_EQ(weights.Read(), (std::vector<float>{0.5F, 0.5F, 0.5F, 0.5F, 0.5F, 0.5F, 0.0F, 0.0F}));
 }

@@ -199,6 +199,28 @@ INSTANTIATE_TEST_SUITE_P(
       return name;
     });
 
+/// Scales in F32 of groups of 128, in rows that end inside of one (hidden of gpt-oss): the last group of a
+/// row and the first of the next one had one place between them.
+TEST(CudaGroupScales, OfRowsThatEndInsideAGroup_WithinTheBound) {
+  FMOE_SKIP_WITHOUT_KERNELS("mxfp4_w4a8:group128");
+  for (const int64_t hidden : {320, 2880}) {
+    for (const int64_t tokens : {2, 9, 200}) {
+      DrawnCase drawn;
+      drawn.scheme = "mxfp4_w4a8:group128";
+      drawn.seed = 13;
+      drawn.config.num_experts = drawn.config.num_local_experts = 8;
+      drawn.config.routing.top_k = 4;
+      drawn.config.hidden = hidden;
+      drawn.config.intermediate = 192;
+      drawn.tokens = tokens;
+      drawn.source = MakeRandomLayer(drawn.config, drawn.scheme, 5).source;
+      drawn.source.scheme.activation.scale_dtype = DType::kF32;
+      drawn.source.scheme.activation.rule = {};
+      EXPECT_TRUE(Check(drawn, ActivationFormatKind::kStandard, "")) << hidden << ", " << tokens << " tokens";
+    }
+  }
+}
+
 /// As the models that have such weights: gpt-oss with biases and its activation, Llama-4 with the router's
 /// weight on the input. None of them may be refused.
 TEST(CudaBlocksAlongTheOutputs, LayersOfTheirModels_WithinTheBound) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "layer/expert_mover.hpp"
 #include "support/forwarding_communicator.hpp"
+#include "support/random_layer.hpp"
 #include "support/rank_cells.hpp"
 
 namespace fusedmoe {
@@ -177,6 +179,56 @@ TEST(Rebalance, OtherPlanOnOneRank_KeepsTheOldPlacement) {
     EXPECT_NE(outcome.report.kept.find("another load window or plan"), std::string::npos)
         << outcome.report.kept;
   }
+}
+
+// An expert that goes from rank to rank, switch by switch: each held those before it, and what had left
+// stayed in memory.
+TEST(ExpertMover, ExpertsThatLeave_AreKeptNoLonger) {
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = 2;
+  config.hidden = config.intermediate = 64;
+  config.routing.top_k = 1;
+  const ExpertSource all = testing_support::MakeRandomLayer(config, "unquantized", 3).source;
+  const auto communicators = *InProcessCommunicators(2);
+  const auto run = [&](int64_t rank) {
+    int loads = 0;
+    const auto first = [&, rank](int64_t) {
+      ++loads;
+      return all.load(rank);
+    };
+    ExpertSource source = all;
+    source.num_local_experts = 1;
+    source.load = first;
+    std::vector<int64_t> own = {rank};
+    std::weak_ptr<const void> last;  // what had arrived
+    for (int step = 0; step < 4; ++step) {
+      const std::vector<int32_t> before =
+          step % 2 == 0 ? std::vector<int32_t>{0, 1} : std::vector<int32_t>{1, 0};
+      const std::vector<int32_t> after = {before[1], before[0]};
+      ExpertMover mover;
+      EXPECT_TRUE(
+          mover.Open(source, own, PlanMoves(before, after, 2), *communicators[static_cast<size_t>(rank)])
+              .ok());
+      EXPECT_TRUE(mover.Run(*communicators[static_cast<size_t>(rank)]).ok());
+      EXPECT_TRUE(mover.fault().ok()) << mover.fault().ToString();
+      own = {after[static_cast<size_t>(rank)]};
+      auto next = mover.Source(own);
+      ASSERT_TRUE(next.ok()) << next.status().ToString();
+      source = *std::move(next);
+      mover = ExpertMover();
+      const auto expert = source.load(0);
+      ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+      EXPECT_TRUE(last.expired()) << "switch " << step;
+      last = expert->up.codes.owner();
+      const auto expected = all.load(own[0]);
+      EXPECT_EQ(0, std::memcmp(expert->up.codes.view().data(), expected->up.codes.view().data(),
+                               static_cast<size_t>(expected->up.codes.view().total_bytes())));
+    }
+    EXPECT_LE(loads, 2) << "an expert that left long ago was loaded again";
+  };
+  std::thread other([&] { run(1); });
+  run(0);
+  other.join();
 }
 
 TEST(PlanMoves, SharesReceiversAmongTheRanksThatHaveAnExpert) {

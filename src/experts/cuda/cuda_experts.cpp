@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "experts/cuda/device_call.hpp"
@@ -47,13 +48,17 @@ Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, 
   return std::unique_ptr<Experts>(std::move(experts));
 }
 
-/// Rows that the tensor cores can take as they stand need no operand of their own.
+/// Rows that the tensor cores can take as they stand need no operand of their own. Where they begin is
+/// counted in pieces of 16 bytes and 32 bits, forwards.
 bool CudaExperts::NeedsOperand(TensorView values) const {
   const int64_t stride = values.stride_bytes(values.rank() - 2);
+  const bool near =
+      stride >= 0 && stride / 16 * values.dim(values.rank() - 2) < std::numeric_limits<int32_t>::max();
   const bool aligned = reinterpret_cast<uintptr_t>(values.data()) % 16 == 0 && stride % 16 == 0;
   const bool weighted = plan_.weights_input && !plan_.shape.batched;
   return plan_.activation.quantized() || weights_.input_smoothing != nullptr || weighted || !aligned ||
-         values.dtype() != plan_.element || plan_.shape.hidden % 8 != 0 || weights_.input_order != nullptr;
+         !near || values.dtype() != plan_.element || plan_.shape.hidden % 8 != 0 ||
+         weights_.input_order != nullptr;
 }
 
 ActivationRows CudaExperts::SourceRows(const ExpertsInput& input, const ExpertsCall& call) const {

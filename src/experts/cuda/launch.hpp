@@ -19,6 +19,11 @@ namespace fusedmoe::cuda {
 inline constexpr int64_t kMaxTopK = 32;
 inline constexpr int64_t kMaxExperts = 512;
 
+/// Groups of 128 k in a row of so many columns; of the last one a part may stand there.
+FMOE_HOST_DEVICE constexpr int64_t ScaleGroups(int64_t cols) {
+  return (cols + 127) / 128;
+}
+
 /// The device as plans see it.
 struct DeviceLimits {
   int num_sms = 132;
@@ -109,7 +114,7 @@ struct TokenRows {
   /// input depends on the expert.
   bool by_route = false;
   const float* row_scale = nullptr;    ///< F32 [rows]: dynamic scale a row; null: 1
-  const float* group_scale = nullptr;  ///< F32 [rows][cols / 128]: scale a group of 128 k; null: none
+  const float* group_scale = nullptr;  ///< F32 [rows][ScaleGroups(padded cols)]; null: none
 };
 
 /// Rows of activations as a layer has them, and what an expert makes of them before they are quantized.
@@ -255,7 +260,7 @@ struct PrefillPlan {
   /// Scratch, each 256-byte aligned.
   int64_t map_offset = 0;  ///< int32 first panel row [E], count [E], chunk counts; expert, panel row [routes]
   int64_t panel_scale_offset = 0;  ///< F32 [panel_rows] of the first GEMM, then of the second
-  int64_t group_scale_offset = 0;  ///< F32 [hidden_cols / 128][panel_rows], then [mid_cols / 128][panel_rows]
+  int64_t group_scale_offset = 0;  ///< F32 [ScaleGroups(hidden_cols)][panel_rows], then of mid_cols
   int64_t amax_offset = 0;         ///< one word
   int64_t panel_offset = 0;        ///< token panel of the first GEMM
   int64_t mid_offset = 0;          ///< of the second

@@ -133,6 +133,7 @@ Status AddRows(TensorView first, TensorView second, const float* gates, MutableT
     return Status::Ok();
   }
   const dim3 grid = GridOf(rows, cols);
+  ForgetErrors();
   AddRowsKernel<<<grid, kThreads, 0, ToStream(stream)>>>(RowsOf(first), RowsOf(second), gates, output.data(),
                                                          output.stride_bytes(0), output.dtype(), rows, cols);
   return CheckLaunch("AddRowsKernel");
@@ -142,6 +143,7 @@ Status SharedGates(TensorView hidden, const float* gate, float* gates, void* str
   if (hidden.dim(0) == 0) {
     return Status::Ok();
   }
+  ForgetErrors();
   SharedGatesKernel<<<static_cast<unsigned>(hidden.dim(0)), kThreads, 0, ToStream(stream)>>>(
       RowsOf(hidden), hidden.dim(1), gate, gates);
   return CheckLaunch("SharedGatesKernel");
@@ -151,6 +153,7 @@ Status NormalizeRows(MutableTensorView rows, const float* weight, float epsilon,
   if (rows.dim(0) == 0) {
     return Status::Ok();
   }
+  ForgetErrors();
   NormalizeRowsKernel<<<static_cast<unsigned>(rows.dim(0)), kThreads, 0, ToStream(stream)>>>(
       rows.data(), rows.stride_bytes(0), rows.dim(1), weight, epsilon);
   return CheckLaunch("NormalizeRowsKernel");
@@ -161,6 +164,7 @@ Status AddRankRows(const RankRows& parts, MutableTensorView output, void* stream
   if (rows == 0 || cols == 0) {
     return Status::Ok();
   }
+  ForgetErrors();
   AddRankRowsKernel<<<GridOf(rows, (cols + 3) / 4), kThreads, 0, ToStream(stream)>>>(
       parts, output.data(), output.stride_bytes(0), output.dtype(), rows, cols);
   return CheckLaunch("AddRankRowsKernel");

@@ -171,14 +171,34 @@ Status CopyToHost(void* host, const void* device, int64_t bytes, void* stream) {
   return Synchronize(stream);
 }
 
+namespace {
+
+/// Rows that lie forwards and apart in one call, others one by one: the driver knows no other pitch.
+cudaError_t CopyRows(void* target, int64_t target_stride, const void* source, int64_t source_stride,
+                     int64_t row_bytes, int64_t rows, cudaMemcpyKind kind, cudaStream_t stream) {
+  const auto bytes = static_cast<size_t>(row_bytes);
+  if (target_stride >= row_bytes && source_stride >= row_bytes) {
+    return cudaMemcpy2DAsync(target, static_cast<size_t>(target_stride), source,
+                             static_cast<size_t>(source_stride), bytes, static_cast<size_t>(rows), kind,
+                             stream);
+  }
+  cudaError_t error = cudaSuccess;
+  for (int64_t row = 0; row < rows && error == cudaSuccess; ++row) {
+    error = cudaMemcpyAsync(static_cast<std::byte*>(target) + row * target_stride,
+                            static_cast<const std::byte*>(source) + row * source_stride, bytes, kind, stream);
+  }
+  return error;
+}
+
+}  // namespace
+
 Status CopyRowsToDevice(void* device, int64_t device_stride, const void* host, int64_t host_stride,
                         int64_t row_bytes, int64_t rows, void* stream) {
   if (rows == 0 || row_bytes == 0) {
     return Status::Ok();
   }
-  return ToStatus(cudaMemcpy2DAsync(device, static_cast<size_t>(device_stride), host,
-                                    static_cast<size_t>(host_stride), static_cast<size_t>(row_bytes),
-                                    static_cast<size_t>(rows), cudaMemcpyHostToDevice, ToStream(stream)),
+  return ToStatus(CopyRows(device, device_stride, host, host_stride, row_bytes, rows, cudaMemcpyHostToDevice,
+                           ToStream(stream)),
                   "copying rows to the card");
 }
 
@@ -187,11 +207,9 @@ Status CopyRowsToHost(void* host, int64_t host_stride, const void* device, int64
   if (rows == 0 || row_bytes == 0) {
     return Status::Ok();
   }
-  FMOE_RETURN_IF_ERROR(
-      ToStatus(cudaMemcpy2DAsync(host, static_cast<size_t>(host_stride), device,
-                                 static_cast<size_t>(device_stride), static_cast<size_t>(row_bytes),
-                                 static_cast<size_t>(rows), cudaMemcpyDeviceToHost, ToStream(stream)),
-               "copying rows from the card"));
+  FMOE_RETURN_IF_ERROR(ToStatus(CopyRows(host, host_stride, device, device_stride, row_bytes, rows,
+                                         cudaMemcpyDeviceToHost, ToStream(stream)),
+                                "copying rows from the card"));
   return Synchronize(stream);
 }
 
@@ -203,9 +221,8 @@ Status CopyOnDevice(void* target, const void* source, int64_t bytes, void* strea
 
 Status CopyRowsOnDevice(void* target, int64_t target_stride, const void* source, int64_t source_stride,
                         int64_t row_bytes, int64_t rows, void* stream) {
-  return ToStatus(cudaMemcpy2DAsync(target, static_cast<size_t>(target_stride), source,
-                                    static_cast<size_t>(source_stride), static_cast<size_t>(row_bytes),
-                                    static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, ToStream(stream)),
+  return ToStatus(CopyRows(target, target_stride, source, source_stride, row_bytes, rows,
+                           cudaMemcpyDeviceToDevice, ToStream(stream)),
                   "copying rows on the card");
 }
 

@@ -14,8 +14,15 @@ inline Status ToStatus(cudaError_t error, std::string_view doing) {
   if (error == cudaSuccess) {
     return Status::Ok();
   }
+  (void)cudaGetLastError();  // told once: the next launch must not be blamed for it
   return Status::System(std::string(doing) + ": CUDA says " + cudaGetErrorName(error) + " (" +
                         cudaGetErrorString(error) + ")");
+}
+
+/// In front of `<<<>>>`, whose error is the last one of the thread: what an earlier call left there, perhaps
+/// one of the engine's, is none of the launch.
+inline void ForgetErrors() {
+  (void)cudaGetLastError();
 }
 
 inline cudaStream_t ToStream(void* stream) {

@@ -181,6 +181,7 @@ Result<double> MeasureReadBandwidth() {
   double best = 0;
   for (int sample = 0; sample < kSamples; ++sample) {
     timer.Begin();
+    ForgetErrors();
     ReadKernel<<<blocks, kReadThreads>>>(reinterpret_cast<const uint4*>(buffer.get()), bytes / 16,
                                          reinterpret_cast<uint32_t*>(buffer.get()));
     FMOE_RETURN_IF_ERROR(CheckLaunch("ReadKernel"));
@@ -205,6 +206,7 @@ Result<double> MeasureBf16Peak() {
   double best = 0;
   for (int sample = 0; sample < kSamples; ++sample) {
     timer.Begin();
+    ForgetErrors();
     ProductKernel<<<blocks, kProductThreads, kSharedBytes>>>(kSteps, reinterpret_cast<float*>(sink.get()));
     FMOE_RETURN_IF_ERROR(CheckLaunch("ProductKernel"));
     FMOE_ASSIGN_OR_RETURN(const double seconds, timer.End("measuring the products"));

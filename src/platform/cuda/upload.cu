@@ -91,6 +91,24 @@ struct Uploader::Impl {
     int64_t bytes = 0;
   };
   using Run = std::vector<const Slot*>;  ///< neighbours in the ring
+  /// A thread's time with the card. What is enqueued behind copies may throw: those who wait would do so for
+  /// ever.
+  struct Driving {
+    Driving(Impl& of, Lock& held) : impl(of), lock(held) { impl.driving = true; }
+    ~Driving() {
+      if (!done) {
+        if (!lock.owns_lock()) {
+          lock.lock();
+        }
+        impl.Fail(std::move(impl.thrown));
+      }
+      impl.driving = false;
+      ++impl.changes;
+    }
+    Impl& impl;
+    Lock& lock;
+    bool done = false;
+  };
 
   // As Create makes them.
   std::byte* pinned = nullptr;
@@ -108,7 +126,8 @@ struct Uploader::Impl {
   int64_t bytes_on_the_way = 0;
   bool driving = false;  ///< a thread talks to the card
   bool flushing = false;
-  Status status;  ///< the first failure
+  Status status;                                                                 ///< the first failure
+  Status thrown = Status::System("a piece of an upload could not be enqueued");  // made where memory is left
 
   ~Impl() {
     for (const cudaStream_t stream : {copies, work}) {
@@ -254,7 +273,7 @@ struct Uploader::Impl {
 
   /// Sends what is filled and takes back what the card is done with. `wait`: for one copy at least.
   void Drive(bool wait, Lock& lock) {
-    driving = true;
+    Driving turn(*this, lock);
     while (status.ok()) {
       const Run run = NextToSend(wait && done == enqueued);
       if (!run.empty()) {
@@ -265,8 +284,7 @@ struct Uploader::Impl {
         wait = false;
       }
     }
-    driving = false;
-    ++changes;
+    turn.done = true;
   }
 
   /// Until something is filled or taken back; drives where nobody does.

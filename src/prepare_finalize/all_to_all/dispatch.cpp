@@ -191,6 +191,9 @@ Status AllToAllPrepareFinalize::AgreeToDispatch(const PrepareInput& input, const
   agreement.verdict_operation = "dispatch agreement";
   agreement.fingerprint =
       parts_.fingerprint * 31 + static_cast<uint64_t>(RowType(input)) * 2 + (quantize ? 1 : 0);
+  if (tokens_.shares_tokens) {  // outputs travel as they are
+    agreement.fingerprint = agreement.fingerprint * 31 + static_cast<uint64_t>(input.output);
+  }
   agreement.epoch = parts_.epoch;
   agreement.row_bytes = record.bytes;
   agreement.tokens = own.ok() ? state.num_tokens : -1;

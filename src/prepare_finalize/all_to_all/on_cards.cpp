@@ -192,6 +192,9 @@ class GatherOnCards final : public PrepareFinalize {
     agreement.header_operation = "dispatch header";
     agreement.verdict_operation = "dispatch agreement";
     agreement.fingerprint = parts_.fingerprint * 31 + static_cast<uint64_t>(input.hidden.dtype());
+    if (tokens_.shares_tokens) {  // outputs travel as they are
+      agreement.fingerprint = agreement.fingerprint * 31 + static_cast<uint64_t>(input.output);
+    }
     agreement.row_bytes = input.hidden.row_bytes();
     agreement.tokens = host.num_tokens;
     agreement.send_rows = host.counts.send;

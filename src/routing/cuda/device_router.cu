@@ -183,6 +183,10 @@ Status DeviceRouter::Choose(int64_t num_tokens, TensorView router_logits, Tensor
   if (call.hashed && (token_ids.empty() || token_ids.rank() != 1 || token_ids.dim(0) != num_tokens)) {
     return Status::Usage("hash routing of " + std::to_string(num_tokens) + " tokens needs as many token ids");
   }
+  if (call.hashed && token_ids.dtype() != DType::kI32 && token_ids.dtype() != DType::kI64) {
+    return Status::Usage("token_ids are " + std::string(DTypeName(token_ids.dtype())) +
+                         ", hash routing reads I32 or I64");
+  }
   call.logits = RowsOf(router_logits);
   call.bias = reinterpret_cast<const float*>(impl_->correction_bias.get());
   call.score = impl_->rule.score;

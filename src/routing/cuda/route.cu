@@ -6,6 +6,7 @@
 
 #include "core/checked_math.hpp"
 #include "platform/cuda/card.hpp"
+#include "platform/cuda/error.hpp"
 #include "routing/cuda/router_kernels.cuh"
 #include "routing/score_math.hpp"
 
@@ -321,6 +322,7 @@ Status LaunchRoute(const RouteArguments& call, cudaStream_t stream) {
   // What a launch may ask for without an attribute. 2048 experts: 48 KiB at most.
   constexpr int kSharedBytes = 48 << 10;
   const int warps = std::clamp(kSharedBytes / room_bytes, 1, 4);
+  ForgetErrors();
   RouteKernel<<<static_cast<unsigned>(CeilDiv(call.num_tokens, warps)), static_cast<unsigned>(warps * kWarp),
                 static_cast<size_t>(warps * room_bytes), stream>>>(call);
   return CheckLaunch("RouteKernel");

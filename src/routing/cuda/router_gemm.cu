@@ -3,6 +3,7 @@
 // experts: each holds eight lanes of every sum, so that it reads eight neighbouring columns at once, and the
 // first addition is between the two.
 
+#include "platform/cuda/error.hpp"
 #include "routing/cuda/router_kernels.cuh"
 
 namespace fusedmoe::cuda {
@@ -174,6 +175,7 @@ cudaError_t LaunchTyped(const RouterProduct& product, cudaStream_t stream) {
   const auto blocks = [](int64_t count) {
     return static_cast<unsigned>((count * 2 + kThreads - 1) / kThreads);
   };
+  ForgetErrors();
   // Few sums: one a pair of threads, and the loop unrolled, since only loads in flight hide the memory. Many:
   // tiles, which read each row for several sums.
   if (product.num_tokens <= 8) {

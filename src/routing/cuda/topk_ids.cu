@@ -62,6 +62,7 @@ Status TakeChoice(TensorView ids, TensorView weights, int64_t num_experts, int32
   if (call.num_slots == 0) {
     return Status::Ok();
   }
+  ForgetErrors();
   TakeChoiceKernel<<<Blocks(call.num_slots), kThreads, 0, ToStream(stream)>>>(call);
   return CheckLaunch("TakeChoiceKernel");
 }
@@ -71,6 +72,7 @@ Status SplitIdentity(int64_t num_tokens, int64_t top_k, int64_t num_real_experts
   if (num_tokens == 0) {
     return Status::Ok();
   }
+  ForgetErrors();
   SplitIdentityKernel<<<Blocks(num_tokens), kThreads, 0, ToStream(stream)>>>(
       num_tokens, top_k, num_real_experts, topk_ids, topk_weights, kept, identity_weights);
   return CheckLaunch("SplitIdentityKernel");

@@ -63,7 +63,7 @@ struct TokenOperands : QuantizedRows {
       }
     }
     if (has_group_scale && k % 128 == 0 && k < padded_cols) {
-      call.group_scale[place.row * (padded_cols / 128) + k / 128] = step.left_scale;
+      call.group_scale[place.row * ScaleGroups(padded_cols) + k / 128] = step.left_scale;
     }
   }
 

@@ -37,7 +37,7 @@ struct OperandRowsCall {
   int64_t rows_per_expert = 0;
   void* values = nullptr;         ///< [num_rows][padded_cols] of `element`
   float* row_scale = nullptr;     ///< F32 [num_rows]: dynamic scales, where the format has them
-  float* group_scale = nullptr;   ///< F32 [num_rows][padded_cols / 128]
+  float* group_scale = nullptr;   ///< F32 [num_rows][ScaleGroups(padded_cols)]
   uint32_t* amax_bits = nullptr;  ///< one word of scratch: dynamic tensor scales only
   void* stream = nullptr;
 };

@@ -56,7 +56,7 @@ PassScratch ScratchOf(const LayerShape& shape, const PrefillPlan& plan, std::byt
   scratch.panel_scale = reinterpret_cast<float*>(base + plan.panel_scale_offset);
   scratch.mid_scale = scratch.panel_scale + plan.panel_rows;
   scratch.panel_group_scale = reinterpret_cast<float*>(base + plan.group_scale_offset);
-  scratch.mid_group_scale = scratch.panel_group_scale + plan.panel_rows * (plan.hidden_cols / 128);
+  scratch.mid_group_scale = scratch.panel_group_scale + plan.panel_rows * ScaleGroups(plan.hidden_cols);
   scratch.amax_bits = reinterpret_cast<uint32_t*>(base + plan.amax_offset);
   scratch.panel = reinterpret_cast<uint8_t*>(base + plan.panel_offset);
   scratch.mid = reinterpret_cast<uint8_t*>(base + plan.mid_offset);
@@ -179,8 +179,9 @@ class Pass {
     gather.rows.values =
         static_cast<const std::byte*>(hidden.values) + first_row * hidden.row_stride * (plan_.codes ? 1 : 2);
     gather.rows.row_scale = hidden.row_scale == nullptr ? nullptr : hidden.row_scale + first_row;
-    gather.rows.group_scale =
-        hidden.group_scale == nullptr ? nullptr : hidden.group_scale + first_row * (plan_.hidden_cols / 128);
+    gather.rows.group_scale = hidden.group_scale == nullptr
+                                  ? nullptr
+                                  : hidden.group_scale + first_row * ScaleGroups(plan_.hidden_cols);
     gather.panel_row = scratch_.map.panel_row;
     gather.num_routes = routes_;
     gather.top_k = top_k_;

@@ -51,7 +51,9 @@ void PlaceScratch(const LayerShape& shape, MidKind mid, int64_t chunk_tokens, Pr
   plan.map_offset = place(4 * (shape.num_local_experts * (2 + RouteChunks(routes)) + 2 * routes));
   plan.panel_scale_offset = place(2 * 4 * plan.panel_rows);
   plan.group_scale_offset =
-      place(mid == MidKind::kRounded ? 0 : 4 * plan.panel_rows * (plan.hidden_cols + plan.mid_cols) / 128);
+      place(mid == MidKind::kRounded
+                ? 0
+                : 4 * plan.panel_rows * (ScaleGroups(plan.hidden_cols) + ScaleGroups(plan.mid_cols)));
   plan.amax_offset = place(4);
   plan.panel_offset = place(plan.panel_rows * plan.hidden_cols * element_bytes);
   plan.mid_offset = place(plan.panel_rows * plan.mid_cols * element_bytes);

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) Gather(const __grid_constant__ Gathe
     uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     const float group_scale = p.rows.group_scale == nullptr || k >= p.padded_cols
                                   ? 1.0F
-                                  : __ldg(p.rows.group_scale + row * (p.padded_cols / 128) + k / 128);
+                                  : __ldg(p.rows.group_scale + row * ScaleGroups(p.padded_cols) + k / 128);
     if (p.rows.group_scale != nullptr && p.panel_group_scale == nullptr) {  // folded into BF16: one rounding
 #pragma unroll
       for (uint32_t& word : words) {

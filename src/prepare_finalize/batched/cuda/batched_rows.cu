@@ -100,6 +100,7 @@ __global__ void CombineKernel(const Combine call) {
 }  // namespace
 
 Status AssignBatchRows(const BatchPlaces& places, void* stream) {
+  ForgetErrors();
   AssignKernel<<<static_cast<unsigned>(places.num_experts), kThreads, 0, ToStream(stream)>>>(places);
   return CheckLaunch("AssignKernel");
 }
@@ -111,6 +112,7 @@ Status DispatchRows(const BatchPlaces& places, int64_t top_k, TensorView hidden,
   }
   const Dispatch call{places,         top_k,   hidden.dim(1),  hidden.data(),   hidden.stride_bytes(0),
                       hidden.dtype(), weights, batches.data(), batches.dtype(), batches.row_bytes()};
+  ForgetErrors();
   DispatchKernel<<<static_cast<unsigned>(places.num_slots), kThreads, 0, ToStream(stream)>>>(call);
   return CheckLaunch("DispatchKernel");
 }
@@ -122,6 +124,7 @@ Status CombineRows(const BatchPlaces& places, int64_t top_k, TensorView expert_o
   }
   const Combine call{places,  top_k,         output.dim(1),          expert_output.as<float>(),
                      weights, output.data(), output.stride_bytes(0), output.dtype()};
+  ForgetErrors();
   CombineKernel<<<static_cast<unsigned>(output.dim(0)), kThreads, 0, ToStream(stream)>>>(call);
   return CheckLaunch("CombineKernel");
 }
