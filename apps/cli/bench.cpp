@@ -272,7 +272,12 @@ Status Bench(const BenchFlags& flags, Output& output) {
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
   options.executor = pool->executor();
   options.progress = [&output](std::string_view line) { output.Log(line); };
-  FMOE_ASSIGN_OR_RETURN(const BenchReport report, RunBench(options));
+  Result<BenchReport> ran = RunBench(options);
+  if (!ran.ok()) {
+    const bool of_file = options.routing == BenchRouting::kGiven && ran.status().tensor() == "topk_ids";
+    return of_file ? Status(ran.status()).WithFile(flags.routing) : ran.status();
+  }
+  const BenchReport report = *std::move(ran);
   const Status verdict = VerdictOf(report);
   for (const BenchRefusal& refusal : report.refusals) {
     if (const std::string text = RefusalText(refusal); text != verdict.message()) {

@@ -161,6 +161,11 @@ Status ExplainLayer(const ExplainFlags& flags, Output& output) {
   if (flags.threads_given) {
     FMOE_RETURN_IF_ERROR(NoteIdleThreads(request, explanation));
   }
+  if (const std::optional<Plan>& chosen = explanation.selection.chosen; chosen) {
+    if (std::string idle = IdleTune(flags.plan, chosen->backend, chosen->costs); !idle.empty()) {
+      explanation.selection.notes.push_back(std::move(idle));
+    }
+  }
   Json document = ExplanationJson(explanation);
   std::string text = ToString(explanation);
   if (!flags.why_not.empty()) {

@@ -110,7 +110,7 @@ Status ReadSizes(Fields& fields, Problem& problem) {
     }
   }
   FMOE_RETURN_IF_ERROR(fields.Integer("layers", problem.num_layers, 0, 1 << 16));
-  FMOE_RETURN_IF_ERROR(fields.Integer("num_experts", config.num_experts, 1, 1 << 13));
+  FMOE_RETURN_IF_ERROR(fields.Integer("num_experts", config.num_experts, 1, kMaxRoutedExperts));
   FMOE_RETURN_IF_ERROR(fields.Integer("top_k", config.routing.top_k, 1, config.num_experts));
   FMOE_RETURN_IF_ERROR(fields.Integer("hidden", config.hidden, 1, 1 << 16));
   FMOE_RETURN_IF_ERROR(fields.Integer("latent", config.latent, 0, 1 << 16));

@@ -126,6 +126,30 @@ Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const Pa
   return plan;
 }
 
+namespace {
+
+std::string Constants(const ActivationSpec& activation) {
+  return fmt::format("{} {} {} {}", ActivationName(activation.kind), activation.alpha, activation.beta,
+                     activation.limit);
+}
+
+/// What decides the outputs and is no size: an edited configuration on one machine changes nothing else.
+std::string WhatConfigsSay(const MoeConfig& config) {
+  const RoutingConfig& routing = config.routing;
+  const SharedExpertConfig& shared = config.shared;
+  return fmt::format(" | {} | {} {} {} {} {} {} {} {} {} {} {} | {} {} | {} {} {} {} {} | {} {}",
+                     Constants(config.activation), RoutingMethodName(routing.method),
+                     ScoreFunctionName(routing.score), routing.renormalize, routing.num_groups,
+                     routing.topk_groups, routing.scaling_factor, routing.norm_epsilon, routing.logit_softcap,
+                     routing.select_on_logits, routing.jitter, routing.num_zero_experts,
+                     config.has_router_bias, config.has_correction_bias, shared.intermediate, shared.has_gate,
+                     shared.has_bias, shared.weight,
+                     shared.activation ? Constants(*shared.activation) : std::string(),
+                     DTypeName(config.dtype), config.latent_norm_epsilon);
+}
+
+}  // namespace
+
 uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const LayerOptions& options,
                           std::string_view backend) {
   const ParallelConfig& parallel = options.parallel;
@@ -137,7 +161,10 @@ uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const La
       parallel.ep_size, parallel.sp_size, parallel.all2all, parallel.enable_eplb,
       parallel.num_redundant_experts, options.eplb.window_steps, options.eplb.interval_steps,
       options.max_tokens, static_cast<int>(options.activation), options.activation_rule);
-  return Fingerprint(text, options.fingerprint);
+  return Fingerprint(
+      text + WhatConfigsSay(whole) +
+          fmt::format(" shared {} latent {}", options.shared_experts, options.latent_projections),
+      options.fingerprint);
 }
 
 uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, int64_t layer, const RouterWeights& router) {
@@ -149,6 +176,7 @@ uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, int64_t layer, cons
   }
   hash = FingerprintOfLayer(checkpoint, layer, hash);
   hash = FingerprintOf(router.weight, hash);
+  hash = FingerprintOf(router.token_id_to_experts, hash);
   return FingerprintOf(router.correction_bias, FingerprintOf(router.bias, hash));
 }
 

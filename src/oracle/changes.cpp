@@ -35,14 +35,15 @@ void OtherExchanges(const ExplainRequest& request, Changes& out) {
 void FewerRanks(const ExplainRequest& request, Changes& out) {
   const ParallelConfig& parallel = request.config.parallel;
   if (parallel.use_ep) {
-    out.push_back({"without --ep", [](ExplainRequest& changed) {
-                     ParallelConfig& config = changed.config.parallel;
-                     std::swap(config.tp_size, config.ep_size);
-                     std::swap(config.tp_rank, config.ep_rank);
-                     config.use_ep = false;
-                     config.enable_eplb = false;
-                     changed.activation_format.reset();
-                   }});
+    out.push_back(
+        {parallel.enable_eplb ? "without --ep and --eplb" : "without --ep", [](ExplainRequest& changed) {
+           ParallelConfig& config = changed.config.parallel;
+           std::swap(config.tp_size, config.ep_size);
+           std::swap(config.tp_rank, config.ep_rank);
+           config.use_ep = false;
+           config.enable_eplb = false;
+           changed.activation_format.reset();
+         }});
   }
   if (parallel.tp_size * parallel.ep_size * parallel.dp_size > 1) {
     out.push_back({"one rank", [](ExplainRequest& changed) {
@@ -131,7 +132,6 @@ void OtherSchemes(const ExplainRequest& request, Changes& out) {
     if (scheme.ok() && scheme->name != request.scheme.name) {
       out.push_back({fmt::format("--scheme {}", name), [scheme = *scheme](ExplainRequest& changed) {
                        changed.scheme = scheme;
-                       changed.activation = ActivationMode::kAsCheckpoint;
                        changed.weights_have_zero_points = false;
                        changed.weights_have_group_index = false;
                        changed.weights_have_pre_quant_scale = false;

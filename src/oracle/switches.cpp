@@ -377,6 +377,10 @@ Overrides ApplySwitches(SchemeFamily family, const Switches& switches, const Pla
     if (rule.platforms != ~PlatformMask{0} && (rule.platforms & bit) == 0) {
       continue;
     }
+    const SwitchInfo* info = FindSwitch(rule.flags[0]);
+    if (info == nullptr || !Concerns(*info, family)) {  // of gpt-oss alone, in a list of all MXFP4
+      continue;
+    }
     Apply(rule, switches, bit, out);
     if (out.only) {
       break;

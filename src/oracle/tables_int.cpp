@@ -36,6 +36,7 @@ constexpr Capability kCutlassW4A8[] = {{
     .excludes = Excludes::kFlashInferAllToAll,
     .hidden = {128},
     .intermediate = {128},
+    .group_multiple = 128,
     .dtypes = Set({DType::kBF16}),
     .scratch = Scratch::kCutlass,
 }};

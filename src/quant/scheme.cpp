@@ -271,7 +271,8 @@ Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view 
     }
     return *std::move(scheme);
   }
-  return Status::Usage(fmt::format("unknown scheme '{}'; known: {}", base, KnownNames(table)))
+  return Status::Usage(base.empty() ? fmt::format("no scheme is named; known: {}", KnownNames(table))
+                                    : fmt::format("unknown scheme '{}'; known: {}", base, KnownNames(table)))
       .WithHint("a granularity stands behind a colon, as in int4_w4a16:g128");
 }
 

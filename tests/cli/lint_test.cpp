@@ -114,6 +114,18 @@ std::vector<Damage> Damages() {
   };
 }
 
+// Largest codes around a center are 255 as much as 1. In small groups each has one of its own.
+TEST(Lint, SaturatedIntegers_AreFoundByChannel) {
+  const SampleCheckpoint channel("qwen3_moe", "int8_w8a16:channel"), groups("qwen3_moe", "int8_w8a16:g32");
+  EXPECT_TRUE(Of(RunLint(channel).Json(), "codes_saturated").empty());
+  EXPECT_TRUE(Of(RunLint(groups).Json(), "codes_saturated").empty());
+  Change(channel, kExpert + "gate_proj.weight_packed", [](Tensor& tensor) {
+    const auto bytes = static_cast<size_t>(tensor.view().total_bytes());
+    std::memset(tensor.mutable_view().data(), 0xff, bytes / 3);
+  });
+  EXPECT_EQ(Of(RunLint(channel).Json(), "codes_saturated").size(), 1U);
+}
+
 class LintDamage : public testing::TestWithParam<Damage> {};
 INSTANTIATE_TEST_SUITE_P(All, LintDamage, testing::ValuesIn(Damages()),
                          [](const auto& entry) { return entry.param.name; });

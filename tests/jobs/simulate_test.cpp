@@ -3,6 +3,8 @@
 #include <cmath>
 #include <string>
 
+#include <limits>
+
 #include <gtest/gtest.h>
 
 namespace fusedmoe {
@@ -127,7 +129,9 @@ TEST(Simulate, WrongOptions_AreUsageErrors) {
   EXPECT_EQ(code([](SimulateOptions& o) { o.all2all = "none"; }), StatusCode::kUsage);
   EXPECT_EQ(code([](SimulateOptions& o) { o.dispatch_format = "fp7"; }), StatusCode::kUsage);
   EXPECT_EQ(code([](SimulateOptions& o) { o.zipf = std::nan(""); }), StatusCode::kUsage);
-  EXPECT_EQ(code([](SimulateOptions& o) { o.link.network_gbps = 0; }), StatusCode::kUsage);
+  for (const double rate : {0.0, 1e-320, std::numeric_limits<double>::infinity()}) {
+    EXPECT_EQ(code([&](SimulateOptions& o) { o.link.network_gbps = rate; }), StatusCode::kUsage) << rate;
+  }
   EXPECT_EQ(ParseLink("wire").status().code(), StatusCode::kUsage);
 }
 

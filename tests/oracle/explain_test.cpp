@@ -225,6 +225,37 @@ TEST(Explain, EveryProblemOnEveryPlatform_HasAnAnswerAndATable) {
   }
 }
 
+// What is said to help is all that was changed to try it.
+TEST(Explain, Alternatives_AreWholeChanges) {
+  ExplainRequest int8 = Named("gpt-oss-20b", "w_mxfp6_e3m2_a_fp8:static", "sm90");
+  int8.activation = ActivationMode::kA8;
+  for (const std::string& alternative : Answer(int8).alternatives) {
+    const std::string flag = "--scheme ";
+    if (alternative.starts_with(flag)) {
+      ExplainRequest other = int8;
+      other.scheme = *ParseScheme(alternative.substr(flag.size(), alternative.find(": ") - flag.size()));
+      EXPECT_TRUE(Answer(other).selection.chosen) << alternative;
+    }
+  }
+  ExplainRequest balanced = Named("minimax-m2", "nvfp4_w4a8:g16", "sm75");
+  balanced.config.parallel = ExpertParallel(4, "nixl_ep");
+  balanced.config.parallel.enable_eplb = true;
+  const std::vector<std::string> alternatives = Answer(balanced).alternatives;
+  EXPECT_TRUE(std::none_of(alternatives.begin(), alternatives.end(), [](const std::string& alternative) {
+    return alternative.starts_with("without --ep:");
+  }));
+}
+
+// vLLM's kernels for int4 with FP8 activations have groups of 128 alone.
+TEST(Explain, CutlassOfInt4AndFp8_HasGroupsOf128) {
+  EXPECT_EQ(Chosen(Answer(Request("int4_w4afp8:g128", "sm90")).selection), "VLLM_CUTLASS");
+  for (const char* scheme : {"int4_w4afp8:g64", "int4_w4afp8:g32"}) {
+    const Selection selection = Answer(Request(scheme, "sm90")).selection;
+    EXPECT_NE(Chosen(selection), "VLLM_CUTLASS") << scheme;
+    EXPECT_NE(FindVerdict(selection, "VLLM_CUTLASS", Reason::kScheme), nullptr) << scheme;
+  }
+}
+
 TEST(WhyNot, ItsChanges_DoMakeTheBackendTheChoice) {
   const ExplainRequest request = WideDeepSeek("sm90");
   Result<WhyNotAnswer> answer = WhyNot(request, "marlin");

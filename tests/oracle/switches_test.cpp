@@ -75,6 +75,22 @@ TEST(Switches, SetAndTrue_AreTwoQuestions) {
             "TRITON");
 }
 
+// Of gpt-oss alone, in a list that all of MXFP4 has.
+TEST(Switches, ThoseOfGptOss_LeaveOtherMxfp4LayersAlone) {
+  for (const char* scheme : {"mxfp4_w4a16", "mxfp4_mxfp8"}) {
+    for (const char* platform : {"sm90", "sm100"}) {
+      const std::string usual(Chosen(With(scheme, platform, {})));
+      ASSERT_NE(usual, "");
+      for (const char* env :
+           {"VLLM_USE_FLASHINFER_MOE_MXFP4_BF16=1", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS=1"}) {
+        const Selection selection = With(scheme, platform, {env});
+        EXPECT_EQ(Chosen(selection), usual) << scheme << " on " << platform << " with " << env;
+        EXPECT_TRUE(AnyNote(selection, "no effect")) << env;
+      }
+    }
+  }
+}
+
 TEST(Switches, LatencyOffTheSm100Family_FallsBackToCutlass) {
   const std::vector<std::string> env = {"VLLM_USE_FLASHINFER_MOE_FP4=1",
                                         "VLLM_FLASHINFER_MOE_BACKEND=latency"};

@@ -67,8 +67,8 @@ std::string Escape(const std::string& text) {
       case '"':
         out += "&quot;";
         break;
-      default:
-        out += letter;
+      default:  // XML has no place for control characters
+        out += static_cast<unsigned char>(letter) < 0x20 ? ' ' : letter;
     }
   }
   return out;

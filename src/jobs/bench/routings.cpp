@@ -74,15 +74,17 @@ Status CheckGivenIds(const Tensor& topk_ids, int64_t top_k, int64_t num_experts)
   const TensorView ids = topk_ids.view();
   if (ids.empty() || ids.dtype() != DType::kI32 || ids.rank() != 2 || ids.dim(1) != top_k || ids.dim(0) < 1 ||
       !ids.dense()) {
-    return Status::Usage(fmt::format("the given topk_ids are {} {}; I32 [tokens, {}] is required",
-                                     ids.empty() ? "missing," : DTypeName(ids.dtype()),
-                                     ids.empty() ? "" : ids.shape().ToString(), top_k));
+    return Status::BadInput(fmt::format("the given topk_ids are {} {}; I32 [tokens, {}] is required",
+                                        ids.empty() ? "missing," : DTypeName(ids.dtype()),
+                                        ids.empty() ? "" : ids.shape().ToString(), top_k))
+        .WithTensor("topk_ids");
   }
   for (int64_t i = 0; i < ids.count(); ++i) {
     const int32_t id = ids.as<int32_t>()[i];
     if (id < -1 || id >= num_experts) {
-      return Status::Usage(fmt::format("topk_ids[{}, {}] is {}, experts are 0..{} (-1 skips a slot)",
-                                       i / top_k, i % top_k, id, num_experts - 1));
+      return Status::BadInput(fmt::format("topk_ids[{}, {}] is {}, experts are 0..{} (-1 skips a slot)",
+                                          i / top_k, i % top_k, id, num_experts - 1))
+          .WithTensor("topk_ids");
     }
   }
   return Status::Ok();

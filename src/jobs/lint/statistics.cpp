@@ -30,6 +30,13 @@ float FullCode(const CanonicalMatrix& matrix) {
   }
 }
 
+// A quantizer of integers leaves one code of the largest magnitude in every group: of small ones that is more
+// than what is too many.
+bool HasSmallGroups(const WeightFormat& format) {
+  const bool integers = format.element == DType::kU8 || format.element == DType::kI8;
+  return integers && format.block.col > 0 && format.block.col < 128;
+}
+
 void MeasureScales(const CanonicalMatrix& matrix, MatrixStatistics& statistics) {
   if (matrix.block_scale.empty() || matrix.block_scale.dtype() != DType::kF8E4M3) {
     return;
@@ -52,7 +59,10 @@ MatrixStatistics Measure(const CanonicalMatrix& matrix) {
   std::vector<float> values(cols), codes(cols);
   const DType element = matrix.format.element;
   const bool bytes = DTypeBits(element) == 8;
-  const float limit = LargestValue(element), full = FullCode(matrix);
+  // Of integers around a center; where each has a zero point of its own, both ends are used.
+  const bool centered = element == DType::kU8 && matrix.zero_point.empty();
+  const bool counts = bytes && (element != DType::kU8 || centered) && !HasSmallGroups(matrix.format);
+  const float limit = centered ? 127.0F : LargestValue(element), full = FullCode(matrix);
   const auto zero = static_cast<float>(matrix.format.implied_zero());
   const int64_t group = full > 0 ? matrix.format.block.col : matrix.cols;
   for (int64_t row = 0; row < matrix.rows; ++row) {
@@ -73,9 +83,10 @@ MatrixStatistics Measure(const CanonicalMatrix& matrix) {
     DecodeRow(element, matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0), 0, matrix.cols,
               codes.data());
     statistics.codes += matrix.cols;
-    if (bytes && element != DType::kU8) {
-      statistics.codes_at_limit +=
-          std::count_if(codes.begin(), codes.end(), [limit](float code) { return std::fabs(code) >= limit; });
+    if (counts) {
+      statistics.codes_at_limit += std::count_if(codes.begin(), codes.end(), [&](float code) {
+        return std::fabs(code - (centered ? zero : 0.0F)) >= limit;
+      });
     }
     for (int64_t begin = 0; full > 0 && begin + group <= matrix.cols; begin += group) {
       float largest = 0;

@@ -12,7 +12,7 @@ struct MatrixStatistics {
   int64_t blocks = 0;
   int64_t blocks_at_limit = 0;  ///< block scales that are the largest of their type
   int64_t codes = 0;
-  int64_t codes_at_limit = 0;  ///< one-byte codes of the largest magnitude
+  int64_t codes_at_limit = 0;  ///< of one byte, of the largest magnitude; integers in groups from 128 on
   int64_t not_finite = 0;
   int64_t nonzero = 0;
   /// Groups along the columns whose largest code is below half of what a quantizer leaves there.

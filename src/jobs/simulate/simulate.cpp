@@ -173,12 +173,15 @@ Status CheckOptions(const Problem& problem, const SimulateOptions& options) {
     return Status::Usage(fmt::format("{} tokens a rank; 1 to {} are possible", options.tokens, kMaxTokens));
   }
   const LinkModel& link = options.link;
-  if (link.ranks_per_node < 1 || !(link.network_gbps > 0) || !(link.local_gbps > 0) ||
-      !(link.read_gbps > 0) || !(link.gflops > 0)) {
+  constexpr double kSlowest = 1e-6, kFastest = 1e12;  // beyond them times are no numbers
+  const auto possible = [](double rate) { return rate >= kSlowest && rate <= kFastest; };
+  if (link.ranks_per_node < 1 || !possible(link.network_gbps) || !possible(link.local_gbps) ||
+      !possible(link.read_gbps) || !possible(link.gflops)) {
     return Status::Usage(fmt::format(
         "a link has {} ranks a node, {} GB/s between nodes, {} GB/s within one, reads {} GB/s and "
-        "computes {} GFLOP/s; all must be above 0",
-        link.ranks_per_node, link.network_gbps, link.local_gbps, link.read_gbps, link.gflops));
+        "computes {} GFLOP/s; 1 rank at least, and rates from {:g} to {:g} are possible",
+        link.ranks_per_node, link.network_gbps, link.local_gbps, link.read_gbps, link.gflops, kSlowest,
+        kFastest));
   }
   if (!(options.zipf >= 0) || options.zipf > 8) {
     return Status::Usage(fmt::format("zipf {}; 0 to 8 are possible", options.zipf));

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include <fusedmoe/jobs/tune.hpp>
+#include <fusedmoe/quant.hpp>
 #include <fusedmoe/version.hpp>
 
 #include "platform/file.hpp"
@@ -116,6 +117,10 @@ Result<CpuCostRow> ReadRow(const Json& object, size_t index) {
     reader.Path("tiles", row.tiles, row.misfit);
   }
   FMOE_RETURN_IF_ERROR(reader.status());
+  if (!ParseScheme(row.scheme).ok()) {
+    return Status::BadInput(
+        fmt::format("field 'costs[{}].scheme' is '{}', which is no scheme", index, row.scheme));
+  }
   if (!ParseIsa(row.isa)) {
     return Status::BadInput(
         fmt::format("field 'costs[{}].isa' is '{}', which is no instruction set", index, row.isa));
