@@ -1,9 +1,8 @@
 #include <fusedmoe/jobs/simulate.hpp>
 
 #include <cmath>
-#include <string>
-
 #include <limits>
+#include <string>
 
 #include <gtest/gtest.h>
 
