@@ -76,7 +76,8 @@ def _values(kind: Any, struct: Any) -> dict[str, Any]:
     values = {}
     for field in dataclasses.fields(kind):
         value = getattr(struct, field.name)
-        values[field.name] = value.decode() if isinstance(value, bytes) else value
+        # Texts are cut to their place, inside a character perhaps, and may hold paths of any bytes.
+        values[field.name] = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
     return values
 
 

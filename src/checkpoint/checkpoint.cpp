@@ -34,6 +34,7 @@ struct Checkpoint::Impl {
   std::map<int64_t, std::string> prefixes;
   std::vector<int64_t> moe_layers;
   int64_t num_layers = 0;
+  std::string configuration;  // the texts that were read; a file that changes later changes no layer of this
 
   Status OpenDirectory();
   Status OpenGguf();
@@ -47,6 +48,17 @@ namespace {
 // What configures the reader of a directory.
 constexpr const char* kConfigurations[] = {"config.json", "hf_quant_config.json", "quantize_config.json",
                                            "quant_config.json"};
+
+std::string ConfigurationsIn(const std::string& directory) {
+  constexpr int64_t kMostBytes = int64_t{64} << 20;
+  std::string text;
+  for (const char* name : kConfigurations) {
+    const auto content =
+        platform::ReadTextFile((std::filesystem::path(directory) / name).string(), kMostBytes);
+    text += content.ok() ? *content : std::string(name) + " is not there\n";
+  }
+  return text;
+}
 
 // By model_type; in a configuration without one, by the name of the model's class.
 Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& config) {
@@ -155,7 +167,13 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
   if (auto layout = checkpoint::ParseExpertLayout(options.expert_layout); !layout.ok()) {
     return std::move(layout).status();
   }
+  impl->configuration = ConfigurationsIn(impl->directory);
   FMOE_RETURN_IF_ERROR(checkpoint::IsGgufFile(impl->directory) ? impl->OpenGguf() : impl->OpenDirectory());
+  if (ConfigurationsIn(impl->directory) != impl->configuration) {
+    return Status::BadInput("the configuration changed while it was read")
+        .WithFile(impl->directory)
+        .WithHint("open the checkpoint again when its writer is done");
+  }
   impl->prefixes = checkpoint::FindLayerPrefixes(*impl->store);
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> num_layers, impl->config.NumLayers());
   impl->num_layers = num_layers.value_or(impl->prefixes.empty() ? 0 : impl->prefixes.rbegin()->first + 1);
@@ -281,15 +299,10 @@ Result<ExpertSource> Checkpoint::Experts(int64_t layer, const ParallelConfig& pa
   return source;
 }
 
-// What the files are, and how they are read: a hash of their versions and of all that configures the reader.
+// What the files are, and how they are read: a hash of their versions and of all that configured the reader.
 std::string Checkpoint::Impl::Identity(const std::string& what, const std::string& prefix) const {
-  std::string text = store->Version(prefix) + family_name + " " + options.expert_layout + "\n";
-  for (const char* name : kConfigurations) {
-    constexpr int64_t kMostBytes = int64_t{64} << 20;
-    const auto content =
-        platform::ReadTextFile((std::filesystem::path(directory) / name).string(), kMostBytes);
-    text += content.ok() ? *content : std::string(name) + " is not there\n";
-  }
+  const std::string text = store->Version(prefix) + family_name + " " + options.expert_layout +
+                           (options.decode_blocks ? " decoded\n" : "\n") + configuration;
   return fmt::format("{} of {:016x}{:016x}", what, Fingerprint(text, 1), Fingerprint(text, 2));
 }
 
@@ -302,8 +315,10 @@ Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t lay
   SharedExpertWeights shared;
   FMOE_ASSIGN_OR_RETURN(shared.source, checkpoint::SharedExpert(context, parallel));
   const std::string& block = context->spec.names.block;
+  const std::string layer_prefix =
+      block.substr(0, block.rfind('.', block.size() - 2) + 1);  // it may lie beside
   shared.source.identity = impl_->Identity(
-      fmt::format("{} shared experts tp {}/{}", block, parallel.tp_rank, parallel.tp_size), block);
+      fmt::format("{} shared experts tp {}/{}", block, parallel.tp_rank, parallel.tp_size), layer_prefix);
   FMOE_ASSIGN_OR_RETURN(shared.gate, checkpoint::LoadSharedGate(*context));
   return std::optional<SharedExpertWeights>(std::move(shared));
 }

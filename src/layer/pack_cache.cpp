@@ -265,9 +265,12 @@ Result<PreparedWeights> PrepareCached(const Backend& backend, const Plan& plan, 
                                       const Executor& executor, const std::string& directory,
                                       std::vector<std::string>& notes) {
   const MemoryReuse reuse;  // of one expert by the next
-  if (directory.empty() || source.identity.empty()) {
+  const bool on_card = backend.device != "cpu";
+  if (directory.empty() || on_card || source.identity.empty()) {
     if (!directory.empty()) {
-      notes.emplace_back("pack cache: weights that come from no file have no identity and are not kept");
+      notes.emplace_back(
+          on_card ? "pack cache: weights on a card are not kept"
+                  : "pack cache: weights that come from no file have no identity and are not kept");
     }
     return backend.prepare(problem, machine, source, executor);
   }

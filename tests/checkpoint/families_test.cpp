@@ -100,6 +100,21 @@ TEST(FamilyTable, ModelTypes_BelongToOneRow) {
   }
 }
 
+// What dots.llm1 calls its scores, which are sigmoids; the golden layer has defaults.
+TEST(Families_Dots1, NamesItsScoresByTheirMethod) {
+  const test::TemporaryDirectory folder;
+  const fs::path copy = folder.path() / "dots1";
+  fs::copy(Root() / "dots1-orig", copy, fs::copy_options::recursive);
+  auto config = nlohmann::json::parse(std::ifstream(copy / "config.json"));
+  config["scoring_func"] = "noaux_tc";
+  std::ofstream(copy / "config.json") << config.dump();
+  const auto checkpoint = Checkpoint::Open(copy.string());
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  const auto layer = (*checkpoint)->Describe((*checkpoint)->moe_layers().front());
+  ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+  EXPECT_EQ(layer->config.routing.score, ScoreFunction::kSigmoid);
+}
+
 // The configuration of SmallThinker-21BA3B, for one, has no model_type.
 TEST(FamilyTable, ConfigurationsWithoutModelType_AreKnownByTheClassOfTheModel) {
   for (const auto& [name, family] : {std::pair{"SmallThinkerForCausalLM", "smallthinker"},

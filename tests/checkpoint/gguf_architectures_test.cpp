@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "checkpoint/gguf/gguf_metadata.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
 #include "checkpoint/raw_gguf.hpp"
 
@@ -81,6 +82,32 @@ TEST(GgufArchitectures, NewerOnes_AreThoseOfTheirFamilies) {
     EXPECT_EQ((*checkpoint)->family(), family);
     EXPECT_TRUE(LoadEverything(folder.path() / "a.gguf").ok()) << architecture;
   }
+}
+
+// A layer that drafts tokens stands behind the model's own, and has experts too.
+TEST(GgufArchitectures, LayersBehindTheLast_HaveTheirPlaceInTheMetadata) {
+  const auto config =
+      checkpoint::ModelConfig::Parse(R"({"model_type":"step3p5","num_hidden_layers":2})", "config.json");
+  ASSERT_TRUE(config.ok()) << config.status().ToString();
+  std::vector<checkpoint::GgufLayer> layers(2);
+  layers[0].layer = 1;
+  layers[1].layer = 2;
+  for (checkpoint::GgufLayer& layer : layers) {
+    layer.config.activation = {.kind = ActivationKind::kSwigluStep, .limit = 7.0F};
+  }
+  const auto entries = checkpoint::GgufMetadata(*checkpoint::FindFamily("step3p5"), *config, 2, layers);
+  ASSERT_TRUE(entries.ok()) << entries.status().ToString();
+  int lists = 0;
+  for (const checkpoint::GgufEntry& entry : *entries) {
+    if (const auto* list = std::get_if<std::vector<float>>(&entry.value)) {
+      EXPECT_EQ(*list, (std::vector<float>{0.0F, 7.0F, 7.0F})) << entry.key;
+      ++lists;
+    }
+    if (entry.key.ends_with(".block_count")) {
+      EXPECT_EQ(std::get<uint32_t>(entry.value), 3U);
+    }
+  }
+  EXPECT_EQ(lists, 2);
 }
 
 TEST(GgufArchitectures, SmallThinker_IsRoutedByTheCallerAndItsExpertsAreReglu) {

@@ -240,6 +240,27 @@ TEST_F(PackCache, FolderThatCannotBeWrittenIsNoError) {
   EXPECT_TRUE(Says(notes, "dangling: cannot make the folder: ")) << testing::PrintToString(notes);
 }
 
+// Their addresses are not the host's to read.
+TEST_F(PackCache, WeightsOnACardAreNotKept) {
+  Backend card;
+  card.name = "CARD";
+  card.device = "cuda";
+  card.prepare = [](const MoeProblem&, const Machine&, const ExpertSource&,
+                    const Executor&) -> Result<PreparedWeights> {
+    PreparedWeights weights = SmallWeights();
+    weights.tensors[0].tensor = Tensor::Borrow(TensorView(nullptr, DType::kU8, Shape{3, 100}), nullptr);
+    return weights;
+  };
+  ExpertSource source;
+  source.identity = "of a checkpoint";
+  std::vector<std::string> notes;
+  const auto weights = PrepareCached(card, {}, {}, {}, source, {}, Path("folder"), notes);
+  ASSERT_TRUE(weights.ok()) << weights.status().ToString();
+  ASSERT_EQ(notes.size(), 1U);
+  EXPECT_NE(notes[0].find("on a card"), std::string::npos) << notes[0];
+  EXPECT_FALSE(fs::exists(Path("folder")));
+}
+
 TEST_F(PackCache, IdentityOfACheckpointFollowsFilesLayerAndShare) {
   const fs::path copy = Path("checkpoint");
   fs::copy(fs::path(FMOE_GOLDEN_DIR) / "checkpoints" / "mixtral-modelopt-nvfp4", copy,

@@ -35,7 +35,11 @@ Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelCon
     entries.push_back({fmt::format("{}.{}", architecture, key), value});
   };
   const auto integer = [&](std::string_view key, int64_t value) { add(key, static_cast<uint32_t>(value)); };
-  integer("block_count", num_layers);
+  int64_t blocks = num_layers;  // with layers that draft tokens, which stand behind the model's own
+  for (const GgufLayer& layer : layers) {
+    blocks = std::max(blocks, layer.layer + 1);
+  }
+  integer("block_count", blocks);
   integer("embedding_length", first.hidden);
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> dense,
                         config.Integer("intermediate_size", -1, 0, int64_t{1} << 31));
@@ -68,7 +72,7 @@ Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelCon
   }
   // swigluoai's limit has no key: readers know it.
   if (family.activation.has_limit && family.activation.kind != ActivationKind::kSwigluOai) {
-    std::vector<float> routed(static_cast<size_t>(num_layers)), shared(routed.size());
+    std::vector<float> routed(static_cast<size_t>(blocks)), shared(routed.size());
     for (const GgufLayer& layer : layers) {
       const ActivationSpec& own = layer.config.activation;
       routed[static_cast<size_t>(layer.layer)] = own.limit;

@@ -17,7 +17,7 @@ bool SameInput(const GemmShape& shape, const InputTransform& a, const InputTrans
 }
 
 /// Which inputs are the same, and what their order of columns leaves of the plan.
-Status CompareInputs(CpuLayer& layer) {
+Status CompareInputs(const ActivationFormat& activation, CpuLayer& layer) {
   CpuPlan& plan = layer.plan;
   bool reordered = false;
   for (const ExpertPanels& expert : layer.experts) {
@@ -31,7 +31,9 @@ Status CompareInputs(CpuLayer& layer) {
     reordered =
         reordered || expert.input[kGateInput].columns != nullptr || expert.input[kMid].columns != nullptr;
   }
-  if (plan.gate_up.tile == kTileA4 && reordered) {
+  // Codes are placed by the columns, and take the scale of the place where they come to lie.
+  const bool scaled_in_groups = plan.rows == RowRule::kCodes && activation.group.col > 0;
+  if ((plan.gate_up.tile == kTileA4 || scaled_in_groups) && reordered) {
     return Status::Unsupported("the scale groups of a slice start inside groups of its activations")
         .WithHint("slice at multiples of the group, or choose the REFERENCE backend");
   }
@@ -65,7 +67,7 @@ Result<CpuLayer> MakeCpuLayer(const MoeProblem& problem, const Machine& machine,
       }
     }
   }
-  FMOE_RETURN_IF_ERROR(CompareInputs(layer));
+  FMOE_RETURN_IF_ERROR(CompareInputs(problem.scheme.activation, layer));
   if (on_vectors || (layer.plan.matrix_unit.enabled && layer.plan.matrix_unit.codes)) {
     layer.activation = problem.scheme.activation;
   }

@@ -18,13 +18,15 @@ std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machin
                             std::to_string(problem.config.top_k()),
                         std::to_string(problem.config.top_k()), "1"});
   }
-  if (problem.determinism >= Determinism::kBatchInvariant &&
-      NeedsDynamicTensorScale(problem.scheme.activation)) {
+  if (problem.determinism >= Determinism::kBatchInvariant && NeedsDynamicTensorScale(ActivationOf(problem))) {
     verdicts.push_back(
         {Reason::kDeterminism,
          "the scheme takes one activation scale over the whole batch, so a token's result depends "
          "on its neighbours by definition",
          std::string(DeterminismName(problem.determinism)), "thread_invariant"});
+  }
+  if (NeedsDynamicTensorScale(ActivationOf(problem)) && problem.weights_have_pre_quant_scale) {
+    verdicts.push_back(SmoothedBatchScale());
   }
   if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
     verdicts.push_back({Reason::kScheme, "a8 replaces 16-bit activations; this scheme quantizes its own",
