@@ -24,11 +24,6 @@ ActivationFormat ActivationOf(const MoeProblem& problem) {
   return as_scheme ? problem.scheme.activation : ActivationFormat{};
 }
 
-Verdict SmoothedBatchScale() {
-  return {Reason::kScheme, "one activation scale over the batch is not taken of rows times pre_quant_scale",
-          "pre_quant_scale", "scales that are stored, or one a token or a group"};
-}
-
 ActivationFormat A8Format() {
   return {.element = DType::kI8, .group = {1, 64}};
 }

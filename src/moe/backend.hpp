@@ -46,10 +46,6 @@ struct MoeProblem {
 /// asked for.
 ActivationFormat ActivationOf(const MoeProblem& problem);
 
-/// Why a dynamic scale of the whole batch is refused beside pre_quant_scale: it would have to be that of rows
-/// times the factors of each of their experts.
-Verdict SmoothedBatchScale();
-
 /// What a8 rounds to, in front of either GEMM: int8 with one scale, amax / 127, for each 64 columns.
 ActivationFormat A8Format();
 

@@ -88,9 +88,6 @@ void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts)
                                  "kernels take activation scales of 16-bit floats for no tile",
                                  std::string(DTypeName(activation.scale_dtype)), "F32, F8_E8M0 or F8_E4M3"));
   }
-  if (NeedsDynamicTensorScale(activation) && problem.weights_have_pre_quant_scale) {
-    verdicts.push_back(SmoothedBatchScale());
-  }
   if (NeedsDynamicTensorScale(activation) && problem.determinism >= Determinism::kBatchInvariant) {
     verdicts.push_back(Objection(Reason::kDeterminism,
                                  "one activation scale over the batch makes a token depend on its neighbours",

@@ -25,9 +25,6 @@ std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machin
          "on its neighbours by definition",
          std::string(DeterminismName(problem.determinism)), "thread_invariant"});
   }
-  if (NeedsDynamicTensorScale(ActivationOf(problem)) && problem.weights_have_pre_quant_scale) {
-    verdicts.push_back(SmoothedBatchScale());
-  }
   if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
     verdicts.push_back({Reason::kScheme, "a8 replaces 16-bit activations; this scheme quantizes its own",
                         problem.scheme.name, "a weight-only scheme"});
