@@ -207,8 +207,8 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
     }
     rewriter.layers_.push_back(std::move(layer));
   }
-  for (const CopiedTensor& copied :
-       rewriter.Copied()) {  // what cannot be read shows before anything is written
+  // What cannot be read shows before anything is written.
+  for (const CopiedTensor& copied : rewriter.Copied()) {
     if (!copied.info->problem.empty()) {
       return Access::Store(*source).Blame(Status::BadInput(copied.info->problem), copied.info->name);
     }
