@@ -9,6 +9,9 @@
 namespace fusedmoe {
 namespace {
 
+constexpr std::pair<std::string_view, Simulation> kSimulations[] = {{"uniform_random", Simulation::kUniform},
+                                                                    {"normal_routing", Simulation::kNormal}};
+
 /// A stream of each token, from its second draw on.
 class Random {
  public:
@@ -35,7 +38,11 @@ class Random {
 }  // namespace
 
 std::string SimulationNames() {
-  return "uniform_random, normal_routing";
+  std::string names;
+  for (const auto& [name, simulation] : kSimulations) {
+    names += (names.empty() ? "" : ", ") + std::string(name);
+  }
+  return names;
 }
 
 bool IsSimulation(std::string_view name) {
@@ -43,11 +50,10 @@ bool IsSimulation(std::string_view name) {
 }
 
 std::optional<Simulation> ParseSimulation(std::string_view name) {
-  if (name == "uniform_random") {
-    return Simulation::kUniform;
-  }
-  if (name == "normal_routing") {
-    return Simulation::kNormal;
+  for (const auto& [known, simulation] : kSimulations) {
+    if (known == name) {
+      return simulation;
+    }
   }
   return std::nullopt;
 }

@@ -8,6 +8,7 @@
 #include <fusedmoe/layer.hpp>
 
 #include "cuda/on_card.hpp"
+#include "support/layer_inputs.hpp"
 #include "support/random_layer.hpp"
 
 namespace fusedmoe {
@@ -16,14 +17,9 @@ using testing_support::Batch;
 
 /// F32 output of the batch, whatever device the layer is on.
 inline std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch, const Workspace& workspace) {
-  const int64_t tokens = batch.hidden.dim(0), k = layer.config().top_k();
+  const int64_t tokens = batch.hidden.dim(0);
   Tensor output = *Tensor::Allocate(DType::kF32, {tokens, layer.config().hidden});
-  MoeLayer::Inputs inputs;
-  inputs.hidden = batch.hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(batch.routing.ids.data()), DType::kI32, {tokens, k});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(batch.routing.weights.data()), DType::kF32, {tokens, k});
+  MoeLayer::Inputs inputs = testing_support::InputsOf(batch.hidden, batch.routing);
   MoeLayer::Outputs outputs;
   outputs.output = output.mutable_view();
   const Status status = layer.ForwardFromHost(inputs, outputs, workspace);

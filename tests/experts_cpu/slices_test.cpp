@@ -7,6 +7,7 @@
 #include <fusedmoe/layer.hpp>
 
 #include "experts_cpu/cpu_layer.hpp"
+#include "support/layer_inputs.hpp"
 #include "support/random_layer.hpp"
 #include "support/relative_l2.hpp"
 #include "weights/slice.hpp"
@@ -59,12 +60,7 @@ std::vector<float> Outputs(const ExpertSource& source, int64_t intermediate, con
   const auto routing = testing_support::MakeRandomRouting(kTokens, 2, 4, 8);
   Tensor output = *Tensor::Allocate(DType::kF32, {kTokens, kHidden});
   const Workspace workspace = *(*layer)->CreateWorkspace();
-  MoeLayer::Inputs inputs;
-  inputs.hidden = hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {kTokens, 2});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {kTokens, 2});
+  MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
   const Status status = (*layer)->Forward(inputs, {.output = output.mutable_view()}, workspace);
   EXPECT_TRUE(status.ok()) << status.ToString();
   const auto* values = output.view().as<float>();

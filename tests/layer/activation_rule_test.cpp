@@ -6,6 +6,7 @@
 #include <fusedmoe/layer.hpp>
 
 #include "quant/activation_rules.hpp"
+#include "support/layer_inputs.hpp"
 #include "support/random_layer.hpp"
 
 /// LayerOptions::activation_rule.
@@ -45,12 +46,7 @@ std::vector<float> OutputOf(const RandomLayer& from, const std::string& backend,
   const Tensor hidden = RandomRows(kTokens, from.config.hidden, DType::kBF16, 3);
   const RandomRouting routing = MakeRandomRouting(kTokens, 2, kExperts, 4);
   std::vector<float> output(static_cast<size_t>(kTokens * from.config.hidden));
-  MoeLayer::Inputs inputs;
-  inputs.hidden = hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {kTokens, 2});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {kTokens, 2});
+  MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
   MoeLayer::Outputs outputs;
   outputs.output = MutableTensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32,
                                      {kTokens, from.config.hidden});

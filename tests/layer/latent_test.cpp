@@ -14,6 +14,7 @@
 #include "moe/latent_projections.hpp"
 #include "numerics/rows.hpp"
 #include "support/allocations.hpp"
+#include "support/layer_inputs.hpp"
 #include "support/random_layer.hpp"
 #include "support/relative_l2.hpp"
 
@@ -256,12 +257,7 @@ TEST(LatentLayer, Forward_AllocatesNothing) {
   const Tensor hidden = RandomRows(kTokens, kHidden, DType::kBF16, 5);
   const RandomRouting routing = MakeRandomRouting(kTokens, kTopK, kExperts, 6);
   Tensor output = *Tensor::Allocate(DType::kBF16, hidden.shape());
-  MoeLayer::Inputs inputs;
-  inputs.hidden = hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {kTokens, kTopK});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {kTokens, kTopK});
+  MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
   const int64_t before = CountAllocations();
   const Status status =
       layer->Forward(inputs, {.output = output.mutable_view()}, workspace, pool->executor());

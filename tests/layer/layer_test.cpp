@@ -10,6 +10,7 @@
 
 #include "numerics/rows.hpp"
 #include "support/allocations.hpp"
+#include "support/layer_inputs.hpp"
 #include "support/random_layer.hpp"
 
 namespace fusedmoe {
@@ -70,12 +71,7 @@ class LayerRuns : public testing::TestWithParam<Case> {
                                 DType output_dtype = DType::kF32) {
     const int64_t tokens = hidden.dim(0), k = layer.config().top_k();
     Tensor output = *Tensor::Allocate(output_dtype, hidden.shape());
-    MoeLayer::Inputs inputs;
-    inputs.hidden = hidden.view();
-    inputs.topk_ids =
-        TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {tokens, k});
-    inputs.topk_weights =
-        TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {tokens, k});
+    MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
     MoeLayer::Outputs outputs;
     outputs.output = output.mutable_view();
     const Status status = layer.Forward(inputs, outputs, workspace, executor);
@@ -94,12 +90,7 @@ TEST_P(LayerRuns, ForwardAllocatesNothing) {
   const Tensor hidden = RandomRows(kTokens, 96, DType::kBF16, 5);
   const RandomRouting routing = MakeRandomRouting(kTokens, 3, 6, 6);
   Tensor output = *Tensor::Allocate(DType::kBF16, hidden.shape());
-  MoeLayer::Inputs inputs;
-  inputs.hidden = hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {kTokens, 3});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {kTokens, 3});
+  MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
   MoeLayer::Outputs outputs;
   outputs.output = output.mutable_view();
   const int64_t before = CountAllocations();

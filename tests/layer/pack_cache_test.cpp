@@ -13,6 +13,7 @@
 #include <fusedmoe/layer.hpp>
 
 #include "support/files.hpp"
+#include "support/layer_inputs.hpp"
 #include "support/random_layer.hpp"
 #include "support/temporary_directory.hpp"
 
@@ -161,12 +162,7 @@ std::vector<uint16_t> RunLayer(const Made& made, const LayerOptions& options,
   const Tensor hidden = testing_support::RandomRows(5, made.config.hidden, DType::kBF16, 4);
   const auto routing = testing_support::MakeRandomRouting(5, 2, 4, 5);
   std::vector<uint16_t> out(static_cast<size_t>(5 * made.config.hidden));
-  MoeLayer::Inputs inputs;
-  inputs.hidden = hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, Shape{5, 2});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, Shape{5, 2});
+  MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
   MoeLayer::Outputs outputs;
   outputs.output =
       MutableTensorView(reinterpret_cast<std::byte*>(out.data()), DType::kBF16, Shape{5, made.config.hidden});

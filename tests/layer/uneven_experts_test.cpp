@@ -15,6 +15,7 @@
 
 #include <gtest/gtest.h>
 
+#include "support/layer_inputs.hpp"
 #include "support/random_layer.hpp"
 
 namespace fusedmoe {
@@ -142,12 +143,7 @@ std::vector<float> OutputOf(const MoeLayer& layer) {
   const Tensor hidden = RandomRows(kTokens, layer.config().hidden, DType::kBF16, 3);
   const auto routing = MakeRandomRouting(kTokens, kTopK, kExperts, 4);
   std::vector<float> output(static_cast<size_t>(kTokens * layer.config().hidden));
-  MoeLayer::Inputs inputs;
-  inputs.hidden = hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {kTokens, kTopK});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {kTokens, kTopK});
+  MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
   MoeLayer::Outputs outputs;
   outputs.output = MutableTensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32,
                                      {kTokens, layer.config().hidden});

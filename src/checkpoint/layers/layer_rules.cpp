@@ -34,8 +34,8 @@ Result<ScoreFunction> ResolveScore(const ModelConfig& config, const FamilyRoutin
   if (*word == "softmax") {
     return ScoreFunction::kSoftmax;
   }
-  if (*word == "sigmoid" ||
-      *word == "noaux_tc") {  // dots.llm1 calls its scores by the method that they serve
+  // dots.llm1 calls its scores by the method that they serve.
+  if (*word == "sigmoid" || *word == "noaux_tc") {
     return ScoreFunction::kSigmoid;
   }
   if (*word == "sqrtsoftplus") {

@@ -412,7 +412,7 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
   slots.operand = aligned("input_operand", rows * shape.hidden_cols() * 2);
   slots.operand_row_scale = aligned("input_row_scale", row_scale ? rows * 4 : 0);
   slots.operand_group_scale =
-      aligned("input_group_scale", shape.group_scales ? rows * CeilDiv(shape.hidden_cols(), 128) * 4 : 0);
+      aligned("input_group_scale", shape.group_scales ? rows * ScaleGroups(shape.hidden_cols()) * 4 : 0);
 
   int64_t counter_bytes = kCounterBytes;
   const auto count_prefill = [&](int64_t count) {

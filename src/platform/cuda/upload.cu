@@ -126,8 +126,9 @@ struct Uploader::Impl {
   int64_t bytes_on_the_way = 0;
   bool driving = false;  ///< a thread talks to the card
   bool flushing = false;
-  Status status;                                                                 ///< the first failure
-  Status thrown = Status::System("a piece of an upload could not be enqueued");  // made where memory is left
+  Status status;  ///< the first failure
+  /// For what throws; made where memory is left.
+  Status thrown = Status::System("a piece of an upload could not be enqueued");
 
   ~Impl() {
     for (const cudaStream_t stream : {copies, work}) {
