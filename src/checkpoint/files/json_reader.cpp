@@ -23,16 +23,6 @@ bool JsonReader::Refuse(std::string message) {
   return false;
 }
 
-bool JsonReader::At(std::string_view characters) const {
-  return position_ < text_.size() && characters.find(text_[position_]) != std::string_view::npos;
-}
-
-void JsonReader::SkipSpace() {
-  while (At(" \n\r\t")) {
-    ++position_;
-  }
-}
-
 JsonReader::Kind JsonReader::Peek() {
   if (!ok()) {
     return Kind::kInvalid;

@@ -51,8 +51,13 @@ class JsonReader {
   bool Refuse(std::string message);
 
  private:
-  void SkipSpace();
-  bool At(std::string_view characters) const;
+  void SkipSpace() {
+    while (position_ < text_.size() && (text_[position_] == ' ' || text_[position_] == '\n' ||
+                                        text_[position_] == '\r' || text_[position_] == '\t')) {
+      ++position_;
+    }
+  }
+  bool At(char c) const { return position_ < text_.size() && text_[position_] == c; }
   bool Expect(char c);
   bool Literal(std::string_view word);
   bool Word(double* value);

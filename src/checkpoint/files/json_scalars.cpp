@@ -143,7 +143,7 @@ bool JsonReader::Word(double* value) {
 
 bool JsonReader::Digits(std::string_view wanted) {
   const size_t begin = position_;
-  while (At("0123456789")) {
+  while (position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9') {
     ++position_;
   }
   return position_ != begin || Fail(std::string(wanted));
@@ -151,7 +151,7 @@ bool JsonReader::Digits(std::string_view wanted) {
 
 // Walks over [-] digits [. digits] [e [+-] digits].
 bool JsonReader::Spelling(bool* is_integer) {
-  if (At("-")) {
+  if (At('-')) {
     ++position_;
   }
   const size_t whole = position_;
@@ -161,16 +161,16 @@ bool JsonReader::Spelling(bool* is_integer) {
   if (position_ > whole + 1 && text_[whole] == '0') {
     return Fail("a number starts with 0");
   }
-  *is_integer = !At(".eE");
-  if (At(".")) {
+  *is_integer = !(At('.') || At('e') || At('E'));
+  if (At('.')) {
     ++position_;
     if (!Digits("a digit is expected behind the decimal point")) {
       return false;
     }
   }
-  if (At("eE")) {
+  if (At('e') || At('E')) {
     ++position_;
-    if (At("+-")) {
+    if (At('+') || At('-')) {
       ++position_;
     }
     return Digits("a digit is expected in the exponent");

@@ -210,25 +210,30 @@ Status CheckIndex(const TensorIndex& index, const TensorStore& store, bool allow
   const auto refuse = [&index](const std::string& why, std::string_view tensor) {
     return Status::BadInput(why).WithFile(index.path).WithTensor(tensor);
   };
+  size_t found = 0;
   for (const TensorInfo& info : store.tensors()) {
     const auto entry = index.file_of.find(info.name);
-    if (entry == index.file_of.end() && !allow_partial) {
+    if (entry == index.file_of.end()) {
+      if (allow_partial) {
+        continue;
+      }
       return refuse(fmt::format("the shard '{}' holds a tensor that the index does not name", info.file),
                     info.name);
     }
-    if (entry != index.file_of.end() && entry->second != info.file) {
+    if (entry->second != info.file) {
       return refuse(fmt::format("the index places it in '{}', but '{}' holds it", entry->second, info.file),
                     info.name);
     }
+    ++found;
+  }
+  if (allow_partial || found == index.file_of.size()) {  // names are unique on both sides
+    return Status::Ok();
   }
   std::vector<std::string_view> missing;
   for (const auto& [tensor, file] : index.file_of) {
     if (!store.Has(tensor)) {
       missing.push_back(tensor);
     }
-  }
-  if (allow_partial || missing.empty()) {
-    return Status::Ok();
   }
   std::sort(missing.begin(), missing.end());
   return refuse(fmt::format("{} tensors of the index are in no shard: {}", missing.size(), Sample(missing)),

@@ -49,6 +49,8 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
     FMOE_RETURN_IF_ERROR(ReadIndex(directory, index_name, &index));
     FMOE_ASSIGN_OR_RETURN(files, ShardsOf(index, directory, options.allow_partial));
     store->source_ = index.path;
+    store->tensors_.reserve(index.file_of.size());
+    store->places_.reserve(index.file_of.size());
   }
   for (const std::string& file : files) {
     FMOE_RETURN_IF_ERROR(store->AddFile(directory, file, options));
