@@ -53,6 +53,14 @@ TEST(UpstreamQuirks, MarksInModelOptsNames_AreTakenAway) {
   EXPECT_TRUE(LoadEverything(mixed).ok()) << LoadEverything(mixed).ToString();
 }
 
+// ModelOpt's export of a model whose KV cache alone was quantized.
+TEST(UpstreamQuirks, ModelOptOfTheKvCacheAlone_QuantizesNoWeights) {
+  TinyModel plain("bf16");
+  plain.config["quantization_config"] = {
+      {"quant_method", "modelopt"}, {"quant_algo", nullptr}, {"kv_cache_quant_algo", "FP8"}};
+  EXPECT_TRUE(LoadEverything(plain).ok()) << LoadEverything(plain).ToString();
+}
+
 // AutoAWQ, GPTQModel, Quark and compressed-tensors refuse to write them; GPTQ's tools round the number of
 // groups up, and so the last one is shorter.
 TEST(UpstreamQuirks, GroupsThatDoNotDivideTheColumns_AreGptqsAlone) {

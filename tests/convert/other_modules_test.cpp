@@ -1,6 +1,9 @@
 // Quantized matrices beside the experts (attention): their sizes follow from their codes.
+#include <algorithm>
 #include <cstring>
 #include <functional>
+
+#include <fusedmoe/jobs/quantize.hpp>
 
 #include "convert/convert_files.hpp"
 
@@ -49,6 +52,44 @@ class ConvertOtherModules : public ConvertTest {
     EXPECT_EQ(std::memcmp(attention->view().data(), expert->view().data(), expert->view().total_bytes()), 0);
   }
 };
+
+// Qwen3.5: the experts of its draft layer lie in stacks, as those of the model do.
+TEST_F(ConvertOtherModules, StacksOfDraftLayers_AreAmongTheIgnored) {
+  const std::string source = Sample("plain", "unquantized");
+  auto file = ReadSafetensors(source + "/model.safetensors");
+  ASSERT_TRUE(file.ok()) << file.status().ToString();
+  for (const char* projection : {"gate_up_proj", "down_proj"}) {
+    auto stack = Tensor::Allocate(DType::kBF16, {4, 8, 8});
+    ASSERT_TRUE(stack.ok());
+    std::memset(stack->mutable_view().data(), 0, static_cast<size_t>(stack->view().total_bytes()));
+    file->tensors.push_back({std::string("mtp.layers.0.mlp.experts.") + projection, *std::move(stack)});
+  }
+  ASSERT_TRUE(WriteSafetensors(source + "/model.safetensors", file->tensors, file->metadata).ok());
+  const auto checkpoint = Checkpoint::Open(source);
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  const std::string ct = "re:mtp\\.layers\\.0\\.mlp\\.experts\\..*";
+  const struct {
+    const char *scheme, *tool, *list;
+    std::string name;
+  } cases[] = {{"int4_w4a16:g32", "compressed-tensors", "ignore", ct},
+               {"nvfp4_w4a16", "modelopt", "ignore", "mtp.layers.0.mlp.experts.*"},
+               {"fp8_w8a8:block128", "deepseek", "modules_to_not_convert", "mtp.layers.0.mlp.experts"}};
+  for (const auto& one : cases) {
+    SCOPED_TRACE(one.tool);
+    QuantizeOptions options;
+    options.scheme = one.scheme;
+    options.format = one.tool;
+    options.directory = At(one.tool);
+    const auto report = Quantize(*checkpoint, options);
+    ASSERT_TRUE(report.ok()) << report.status().ToString();
+    const Json list = ReadJson(options.directory + "/config.json")["quantization_config"][one.list];
+    EXPECT_NE(std::find(list.begin(), list.end(), one.name), list.end()) << list;
+  }
+  // Layers that stay as they are beside such stacks, converted to another tool.
+  ASSERT_TRUE(To(At("modelopt"), "compressed-tensors", "converted").ok());
+  const Json list = ReadJson(At("converted") + "/config.json")["quantization_config"]["ignore"];
+  EXPECT_NE(std::find(list.begin(), list.end(), ct), list.end()) << list;
+}
 
 TEST_F(ConvertOtherModules, FourBitsInABytePerCode_AreReadAtTheirWidth) {
   const fs::path formats = fs::path(FMOE_GOLDEN_DIR) / "formats";

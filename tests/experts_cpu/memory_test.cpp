@@ -25,6 +25,13 @@ __attribute__((noinline)) void* operator new(size_t size) {
   }
   return memory;
 }
+// Without this one, memory of the library's own would come back to the delete below (std::stable_sort).
+__attribute__((noinline)) void* operator new(size_t size, const std::nothrow_t&) noexcept {
+  if (counting.load(std::memory_order_relaxed)) {
+    ++allocations;
+  }
+  return std::malloc(size == 0 ? 1 : size);
+}
 __attribute__((noinline)) void operator delete(void* memory) noexcept {
   std::free(memory);
 }

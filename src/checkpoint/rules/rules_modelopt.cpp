@@ -230,6 +230,12 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
   const JsonValue* inner = spec.Find("quantization");
   const JsonValue& source = inner != nullptr && inner->is_object() ? *inner : spec;
   const JsonValue* algorithm = source.Find("quant_algo");
+  QuantRules result;
+  result.producer = "modelopt";
+  if (algorithm == nullptr && source.Find("kv_cache_quant_algo") != nullptr) {  // the cache alone
+    result.format_of = [](const std::string&) -> Result<LinearFormat> { return LinearFormat{}; };
+    return result;
+  }
   if (algorithm == nullptr || !algorithm->is_string()) {
     return Status::BadInput("ModelOpt's 'quant_algo' is missing or no string").WithFile(path);
   }
@@ -263,8 +269,6 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
     };
     FMOE_RETURN_IF_ERROR(CompareWithGroups(*groups, algorithm_of, path));
   }
-  QuantRules result;
-  result.producer = "modelopt";
   result.format_of = [rules](const std::string& module) { return rules->FormatOf(module); };
   return result;
 }

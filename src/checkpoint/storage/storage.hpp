@@ -43,9 +43,14 @@ struct StorageOptions {
   bool zero_points = false;
   bool group_index = false;
   bool smoothing = false;  ///< factors of the input (AWQ)
-  /// Modules that stay unquantized.
+  /// Modules that stay unquantized, in the tool's words.
   std::vector<std::string> ignored;
 };
+
+/// A module as the lists of a tool name it. A name that ends in a dot stands for all modules below it:
+/// "model.layers.3.mlp.experts." is a pattern for compressed-tensors ("re:..."), a wildcard for modelopt, and
+/// for others the name of what is around them.
+std::string InWordsOf(std::string_view producer, std::string module);
 
 /// How a tool stores a scheme.
 struct StorageRow {

@@ -272,6 +272,27 @@ const StorageRow* FindStorageOf(const Scheme& scheme, std::string_view producer)
   return row != nullptr && row->producer == producer ? row : nullptr;
 }
 
+std::string InWordsOf(std::string_view producer, std::string module) {
+  if (!module.ends_with('.')) {
+    return module;
+  }
+  if (producer == "modelopt") {
+    return module + "*";
+  }
+  if (producer != "compressed-tensors") {
+    module.pop_back();
+    return module;
+  }
+  std::string pattern = "re:";
+  for (const char c : module) {
+    if (c == '.') {
+      pattern += '\\';
+    }
+    pattern += c;
+  }
+  return pattern + ".*";
+}
+
 bool StoresSmoothing(const StorageRow& row) {
   return std::any_of(row.parts.begin(), row.parts.end(),
                      [](const Part& part) { return part.source == Source::kPreQuantScale; });

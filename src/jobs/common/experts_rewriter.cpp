@@ -259,10 +259,13 @@ std::vector<Unit> ExpertsRewriter::CopiedUnits() const {
 }
 
 std::vector<std::string> ExpertsRewriter::UnquantizedModules() const {
-  constexpr std::string_view kSuffix = ".weight";
+  constexpr std::string_view kSuffix = ".weight", kExperts = ".experts.";
   std::vector<std::string> modules = {"lm_head"};
   for (const CopiedTensor& copied : Copied()) {
-    if (copied.name.ends_with(kSuffix) && copied.info->shape.rank() == 2) {
+    if (const size_t at = copied.name.find(kExperts);
+        at != std::string::npos && copied.info->shape.rank() == 3) {
+      modules.push_back(copied.name.substr(0, at + kExperts.size()));
+    } else if (copied.name.ends_with(kSuffix) && copied.info->shape.rank() == 2) {
       modules.push_back(copied.name.substr(0, copied.name.size() - kSuffix.size()));
     }
   }

@@ -60,7 +60,8 @@ class ExpertsRewriter {
   std::vector<Unit> CopiedUnits() const;
   /// Tensors that the new checkpoint lacks.
   int64_t left_out() const;
-  /// Matrices that stay as they are, as modules: routers, attention, shared experts, embeddings.
+  /// Matrices that stay as they are, as modules: routers, attention, shared experts, embeddings. What is
+  /// around stacks of experts (those of draft layers) ends in a dot, as checkpoint::InWordsOf takes it.
   std::vector<std::string> UnquantizedModules() const;
   /// config.json of the source (of a GGUF file: what its metadata say) with this JSON object as its
   /// quantization_config (empty: without one), and with none in the objects that it nests.

@@ -80,7 +80,10 @@ Unit GptOssUnit(const SourceLayer& layer, std::function<Result<CanonicalExpert>(
   return unit;
 }
 
-std::string GptOssConfig(const std::vector<std::string>& unquantized) {
+std::string GptOssConfig(std::vector<std::string> unquantized) {
+  for (std::string& module : unquantized) {
+    module = checkpoint::InWordsOf("mxfp4", std::move(module));
+  }
   return nlohmann::ordered_json{{"modules_to_not_convert", unquantized}, {"quant_method", "mxfp4"}}.dump();
 }
 

@@ -14,6 +14,6 @@ namespace fusedmoe::jobs {
 Unit GptOssUnit(const SourceLayer& layer, std::function<Result<CanonicalExpert>(int64_t expert)> expert);
 
 /// quantization_config of config.json.
-std::string GptOssConfig(const std::vector<std::string>& unquantized);
+std::string GptOssConfig(std::vector<std::string> unquantized);
 
 }  // namespace fusedmoe::jobs

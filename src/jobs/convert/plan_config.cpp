@@ -11,18 +11,6 @@ namespace {
 
 using checkpoint::Projection;
 
-// "re:model\.layers\.3\.mlp\.experts\..*" for all that begins with a stem.
-std::string Pattern(const std::string& stem) {
-  std::string pattern = "re:";
-  for (const char c : stem) {
-    if (c == '.') {
-      pattern += '\\';
-    }
-    pattern += c;
-  }
-  return pattern + ".*";
-}
-
 std::string Names(const std::vector<Rule>& rules, Scheme Rule::*which) {
   std::vector<std::string> seen;
   for (const Rule& rule : rules) {
@@ -49,9 +37,9 @@ std::vector<checkpoint::StorageGroup> Groups(const ConvertPlan& plan, const Expe
       }
       const bool patterns = rule.row != nullptr && rule.row->producer == "compressed-tensors";
       if (rule.plain()) {
-        ignored->push_back(stem);  // below
+        ignored->push_back(stem);
       } else if (patterns) {
-        group.modules.push_back(Pattern(stem));
+        group.modules.push_back(checkpoint::InWordsOf(rule.row->producer, stem));
       } else {
         for (int64_t expert = 0; expert < layer.context->spec.config.num_experts; ++expert) {
           for (const Projection projection : Projections(*layer.context)) {
@@ -69,12 +57,8 @@ std::vector<checkpoint::StorageGroup> Groups(const ConvertPlan& plan, const Expe
       groups.push_back(std::move(group));
     }
   }
-  // Stems of experts that stay as they are end in a dot: patterns of the tool.
-  const bool modelopt = !groups.empty() && groups.front().row->producer == "modelopt";
   for (std::string& module : *ignored) {
-    if (module.ends_with('.')) {
-      module = modelopt ? module + "*" : Pattern(module);
-    }
+    module = checkpoint::InWordsOf(groups.empty() ? "" : groups.front().row->producer, std::move(module));
   }
   return groups;
 }

@@ -287,7 +287,9 @@ Result<QuantizeReport> Job::Run() {
   FMOE_RETURN_IF_ERROR(CheckSource());
   FMOE_RETURN_IF_ERROR(CheckSizes());
   FMOE_RETURN_IF_ERROR(ResolveInputs());
-  storage_.ignored = rewriter_.UnquantizedModules();
+  for (std::string& module : rewriter_.UnquantizedModules()) {
+    storage_.ignored.push_back(checkpoint::InWordsOf(row_.producer, std::move(module)));
+  }
   FMOE_ASSIGN_OR_RETURN(const auto output,
                         jobs::OutputCheckpoint::Create({.directory = options_.directory,
                                                         .overwrite = options_.overwrite,
