@@ -194,6 +194,7 @@ class Layer(Handle):
         # Kernels of cards keep counters in theirs from one forward to the next, so that layers do not share them; forwards
         # of one stream follow each other there, and one workspace serves them all.
         self._workspaces = Workspaces() if self.info.on_device else Workspaces.of_cpus()
+        self._card = _tensors.current_card() if self.info.on_device else None
 
     def __repr__(self) -> str:
         info = self.info
@@ -317,13 +318,17 @@ class Layer(Handle):
         """The output, [M, H], of `hidden` [M, H]. Either router_logits [M, E], or topk_ids [M, k] (int32 or int64; -1
         skips a slot) with topk_weights [M, k], or neither, and the router of the layer decides. All but ids are
         bfloat16, float16 or float32. With `return_routing` also the ids (int32) and the weights (float32) that were
-        chosen. On a card, tensors of the card: the call launches on torch's current stream and does not wait."""
+        chosen. On a card, tensors of the card that the layer was made on: the call launches on torch's current stream
+        of it and does not wait."""
         if not _tensors.is_tensor(hidden):
             raise TypeError(f"hidden is {type(hidden).__name__}, a tensor, an array or a buffer of [tokens, hidden] is "
                             f"required")
         device = "cuda" if self.info.on_device else "cpu"
         if _tensors.device_of(hidden) != device:
             raise ValueError(f"hidden lies on {_tensors.device_of(hidden)}, the layer on {device}")
+        if self._card is not None and hidden.device.index != self._card:
+            raise ValueError(f"hidden lies on {_tensors.place_of(hidden)}, the layer on cuda:{self._card}, the card that "
+                             f"was current when it was made")
         if self._routing is not None and router_logits is not None and topk_ids is None:
             chosen = self._routing(hidden, router_logits, self.info.top_k)
             if not isinstance(chosen, (tuple, list)) or len(chosen) != 2:
@@ -342,8 +347,8 @@ class Layer(Handle):
             values["chosen_weights"] = _tensors.empty_like(hidden, shape, "float32")
         forward, alive = _c.Forward(), list[Any]()
         for name, value in values.items():
-            if value is not None and _tensors.device_of(value) != _tensors.device_of(hidden):
-                raise ValueError(f"{name} lies on {_tensors.device_of(value)}, hidden on {_tensors.device_of(hidden)}")
+            if value is not None and _tensors.place_of(value) != _tensors.place_of(hidden):
+                raise ValueError(f"{name} lies on {_tensors.place_of(value)}, hidden on {_tensors.place_of(hidden)}")
             window, owner = _tensors.window(value, name)
             setattr(forward, name, window)
             alive.append(owner)
@@ -353,13 +358,15 @@ class Layer(Handle):
         else:
             pool = current_pool()  # held until the call returns, whatever set_num_threads does meanwhile
             executor = pool.executor
-        workspace = self._workspaces.take(self.info.workspace_bytes)
-        if workspace is None:
-            workspace = Workspace(self._handle, self.info.workspace_bytes)
-        try:
-            _c.check(_c.lib.fmoe_layer_forward(self._handle, ctypes.byref(forward), workspace.handle, ctypes.byref(executor)))
-        finally:
-            self._workspaces.give_back(workspace)
+        with _tensors.on_card(self._card):
+            workspace = self._workspaces.take(self.info.workspace_bytes)
+            if workspace is None:
+                workspace = Workspace(self._handle, self.info.workspace_bytes)
+            try:
+                _c.check(_c.lib.fmoe_layer_forward(self._handle, ctypes.byref(forward), workspace.handle,
+                                                   ctypes.byref(executor)))
+            finally:
+                self._workspaces.give_back(workspace)
         return (out, values["chosen_ids"], values["chosen_weights"]) if return_routing else out
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +51,25 @@ def is_writable(value: Tensor) -> bool:
 def device_of(value: Tensor) -> str:
     """Where torch says that it lies: "cpu" and "cuda" are what the library computes on."""
     return str(value.device.type) if is_torch(value) else "cpu"
+
+
+def place_of(value: Tensor) -> str:
+    """The same with the number of the card: "cuda:1"."""
+    return str(value.device) if is_torch(value) else "cpu"
+
+
+def current_card() -> int | None:
+    """The number of the card that is current; None where nobody has imported torch, which counts them."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_available() else None
+
+
+def on_card(card: int | None) -> contextlib.AbstractContextManager[Any]:
+    """Makes a card the current one; None: nothing."""
+    torch = sys.modules.get("torch")
+    if card is None or torch is None or torch.cuda.current_device() == card:
+        return contextlib.nullcontext()
+    return torch.cuda.device(card)
 
 
 def stream_of(value: Tensor) -> int:

@@ -349,6 +349,13 @@ class Python(Case):
         self.assertLess(relative(output.cpu(), expected), 2**-7)
         with self.assertRaisesRegex(ValueError, "lies on cpu"):
             on_card(hidden)
+        with self.assertRaisesRegex(ValueError, "topk_ids lies on cpu, hidden on cuda:0"):
+            on_card(card_hidden, topk_ids=ids, topk_weights=weights)
+        if torch.cuda.device_count() > 1:
+            with self.assertRaisesRegex(ValueError, "lies on cuda:1, the layer on cuda:0"):
+                on_card(card_hidden.to("cuda:1"))
+            with torch.cuda.device(1):
+                self.assertTrue(torch.equal(on_card(card_hidden), output))
         experts = fusedmoe.torch.Experts(on_card)
         card_ids, card_weights = ids.cuda(), weights.cuda()
         experts(card_hidden, card_ids, card_weights)
