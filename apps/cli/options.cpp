@@ -30,6 +30,15 @@ Status NotWritten(const std::string& path, int error) {
   return Status::System(fmt::format("cannot be written: {}", std::strerror(error))).WithFile(path);
 }
 
+/// 0, or the error of the system.
+int Put(const std::filesystem::path& path, const std::string& text) {
+  errno = 0;
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  return file ? 0 : errno != 0 ? errno : EIO;
+}
+
 /// kUsage where something other than a folder stands at `path`.
 Status CheckFolder(const char* option, const std::string& path) {
   std::error_code ignored;
@@ -70,19 +79,28 @@ CLI::Validator Between(double least, double most) {
 }
 
 Status WriteText(const std::string& path, const std::string& text) {
-  errno = 0;
-  std::ofstream file(path, std::ios::binary);
-  if (!file) {  // what stands there stays
-    return NotWritten(path, errno);
+  namespace fs = std::filesystem;
+  std::error_code error;
+  const fs::path target = fs::weakly_canonical(path, error);  // links stay
+  const fs::file_status before = fs::status(target, error);
+  const bool locked = faccessat(AT_FDCWD, target.parent_path().c_str(), W_OK, AT_EACCESS) != 0;
+  if (fs::exists(before) && (!fs::is_regular_file(before) || locked)) {
+    const int reason = Put(target, text);
+    return reason == 0 ? Status::Ok() : NotWritten(path, reason);
   }
-  file << text;
-  file.close();
-  if (!file) {
-    const int reason = errno;
-    std::error_code ignored;
-    if (std::filesystem::is_regular_file(path, ignored)) {
-      std::filesystem::remove(path, ignored);
+  // What stands there stays until the new text is whole.
+  fs::path beside = target;
+  beside += fmt::format(".{}.incomplete", getpid());
+  int reason = Put(beside, text);
+  if (reason == 0) {
+    if (fs::exists(before)) {
+      fs::permissions(beside, before.permissions(), error);
     }
+    fs::rename(beside, target, error);
+    reason = error.value();
+  }
+  if (reason != 0) {
+    fs::remove(beside, error);
     return NotWritten(path, reason);
   }
   return Status::Ok();

@@ -1,5 +1,6 @@
 #include "ranks.hpp"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +17,8 @@
 #include <vector>
 
 #include <fmt/format.h>
+
+#include <fusedmoe/machine.hpp>
 
 #include "options.hpp"
 
@@ -239,8 +242,13 @@ int RankGroup::Threads(int asked) const {
   if (asked > 0 || size() == 1 || beside <= 1) {
     return asked;
   }
-  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
-  return static_cast<int>(std::max<int64_t>(1, cores / beside));
+  const int64_t own = HostMachine().num_cores;
+  // Ranks that the launcher bound apart share nothing; others share what each of them may use.
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  const bool apart = sched_getaffinity(0, sizeof(set), &set) == 0 &&
+                     CPU_COUNT(&set) * beside <= sysconf(_SC_NPROCESSORS_ONLN);
+  return static_cast<int>(apart ? own : std::max<int64_t>(1, own / beside));
 }
 
 Json RankGroup::ToJson() const {

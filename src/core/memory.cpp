@@ -55,6 +55,14 @@ class Waiting {
     in_use_ -= bytes;
   }
 
+  /// For an allocation that failed: what waits may be what it lacked. False when nothing waited.
+  bool GiveAllBack() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool any = waiting_ > 0;
+    GiveBack();
+    return any;
+  }
+
   void Begin() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (users_++ == 0) {
@@ -130,7 +138,13 @@ std::shared_ptr<std::byte> Allocate(int64_t bytes, bool zeros) {
   if (bytes >= kFromSystem) {
     void* memory = g_waiting.Take(padded);
     if (memory == nullptr) {
-      memory = mmap(nullptr, padded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      const auto from_system = [padded] {
+        return mmap(nullptr, padded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      };
+      memory = from_system();
+      if (memory == MAP_FAILED && g_waiting.GiveAllBack()) {
+        memory = from_system();
+      }
       if (memory == MAP_FAILED) {
         g_waiting.Forget(padded);
         return nullptr;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <optional>
@@ -214,19 +216,29 @@ Topology ReadTopology(const std::string& root, const std::vector<int>& cpus) {
   return topology;
 }
 
+// Those of all threads: the one that asks first may be pinned to one cpu, and the answer is kept.
 std::vector<int> AllowedCpus() {
   std::vector<int> cpus;
 #if defined(__linux__)
-  cpu_set_t* set = CPU_ALLOC(kMaxNumber);
   const size_t bytes = CPU_ALLOC_SIZE(kMaxNumber);
-  if (set != nullptr && sched_getaffinity(0, bytes, set) == 0) {
+  cpu_set_t* const all = CPU_ALLOC(kMaxNumber);
+  cpu_set_t* const one = CPU_ALLOC(kMaxNumber);
+  if (all != nullptr && one != nullptr && sched_getaffinity(0, bytes, all) == 0) {
+    std::error_code error;
+    for (std::filesystem::directory_iterator task("/proc/self/task", error), end; !error && task != end;
+         task.increment(error)) {
+      if (sched_getaffinity(std::atoi(task->path().filename().c_str()), bytes, one) == 0) {
+        CPU_OR_S(bytes, all, all, one);
+      }
+    }
     for (int cpu = 0; cpu < kMaxNumber; ++cpu) {
-      if (CPU_ISSET_S(cpu, bytes, set)) {
+      if (CPU_ISSET_S(cpu, bytes, all)) {
         cpus.push_back(cpu);
       }
     }
   }
-  CPU_FREE(set);
+  CPU_FREE(all);
+  CPU_FREE(one);
 #endif
   if (cpus.empty()) {
     const int count = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxNumber);

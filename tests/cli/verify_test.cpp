@@ -197,7 +197,11 @@ TEST(Verify, PlotThatDoesNotFit_IsRemoved) {
   const std::string command = "trap '' XFSZ; ulimit -f 4; " + CommandText() + " verify " + checkpoint.path() +
                               " --plot " + plot + " >/dev/null 2>&1";
   EXPECT_EQ(WEXITSTATUS(std::system(command.c_str())), 5);
-  EXPECT_FALSE(std::filesystem::exists(plot));
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  // And one that stood there is what it was.
+  const std::string old = directory.Write("map.svg", "old");
+  EXPECT_EQ(WEXITSTATUS(std::system(command.c_str())), 5);
+  EXPECT_EQ(ReadFile(old), "old");
 }
 
 }  // namespace

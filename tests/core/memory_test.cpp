@@ -10,6 +10,7 @@
 #include <thread>
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -129,6 +130,23 @@ TEST(Memory_Reuse, NoMoreWaitsThanWasInUseAtOnce) {
   }
   const MemoryReuse lives;
   ExpectBounded();
+}
+
+TEST(Memory_Reuse, WhatWaitsIsGivenBackWhereTheSystemHasNoMore) {
+  if (!kReuses) {
+    GTEST_SKIP();
+  }
+  constexpr int64_t kLarge = int64_t{256} << 20;
+  const MemoryReuse reuse;
+  ASSERT_NE(AllocateMemory(kLarge), nullptr);  // waits from here on
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  rlimit little = before;
+  little.rlim_cur = static_cast<rlim_t>(MappedBytes() + kLarge / 4);
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &little), 0);
+  const auto larger = AllocateMemory(kLarge + kLarge / 8);
+  setrlimit(RLIMIT_AS, &before);
+  EXPECT_NE(larger, nullptr);
 }
 
 TEST(Memory_Reuse, RunningOutOfMemoryIsAnAnswer) {

@@ -209,6 +209,17 @@ TEST(ThreadPool_, ThreadsThatRestedKeepOffTheirCallersProcessor) {
   }
 }
 
+// The answer is kept for the process, and an engine may ask from a thread that it has pinned.
+TEST(AllowedCpus, AreThoseOfTheProcess_WhateverThreadAsks) {
+  const std::vector<int> all = AllowedCpus();
+  std::vector<int> seen;
+  std::thread([&] {
+    const PinnedThread pinned(all.front());
+    seen = AllowedCpus();
+  }).join();
+  EXPECT_EQ(seen, all);
+}
+
 TEST(ThreadPool_, ProcessorsThatSomebodyElseChoseAreKept) {
   const std::vector<int> processors = AllowedCpus();
   if (HostTopology().num_cores < 2) {

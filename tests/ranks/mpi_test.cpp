@@ -55,6 +55,13 @@ TEST_F(MpiRanks, ManyStepsOfRandomSizes_NoMismatchAndFlatMemory) {
   EXPECT_EQ(job.exit_code, 0) << job.text;
 }
 
+// Open MPI ended the process at the second.
+TEST_F(MpiRanks, ASecondCommunicator_WorksBesideTheFirst_AndIsRefusedAfterTheLast) {
+  const Job job = RunDriver(2, {"again", "-"});
+  EXPECT_EQ(job.exit_code, 0) << job.text;
+  EXPECT_TRUE(job.Says({"MPI has ended in this process"})) << job.text;
+}
+
 TEST_F(MpiRanks, ExpertsMoveInTheMiddleOfARun_OutputsStay) {
   for (const int64_t ranks : kAll ? std::vector<int64_t>{2, 4, 8} : std::vector<int64_t>{2}) {
     const Job job = RunDriver(ranks, {"eplb", kAll ? "12" : "4"});

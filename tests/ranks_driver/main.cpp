@@ -3,6 +3,7 @@
 //   fusedmoe_ranks PLUGIN cells FIRST STEP          every STEP-th cell from FIRST
 //   fusedmoe_ranks PLUGIN steps COUNT               COUNT forwards of random sizes, memory watched
 //   fusedmoe_ranks PLUGIN eplb COUNT                COUNT steps a cell, experts move meanwhile
+//   fusedmoe_ranks PLUGIN again -                   communicators beside each other, and after the last
 //   fusedmoe_ranks PLUGIN fault NAME DEADLINE       rank 1 misbehaves in the third forward; NAME@OPERATION:
 //   in
 //                                                   the first exchange of that name ("kill@eplb vote"); none:
@@ -231,9 +232,21 @@ int RunFault(const std::shared_ptr<Communicator>& communicator, const std::strin
   return 0;
 }
 
+/// Communicators that come and go beside each other; MPI ends with the last of them.
+int RunAgain(std::shared_ptr<Communicator> first, const std::string& plugin) {
+  auto second = MpiCommunicator(plugin);
+  first.reset();
+  const Status alive = second.ok() ? Agree(**second, "beside", Status::Ok()) : second.status();
+  second = Status::Usage("released");
+  const auto third = MpiCommunicator(plugin);
+  const std::string refused = third.ok() ? "no refusal" : third.status().ToString();
+  std::printf("%s, %s\n", alive.ToString().c_str(), refused.c_str());
+  return alive.ok() && !third.ok() ? 0 : 1;
+}
+
 int Main(int argc, char** argv) {
   if (argc < 4) {
-    std::fprintf(stderr, "usage: fusedmoe_ranks PLUGIN cells|steps|eplb|fault ...\n");
+    std::fprintf(stderr, "usage: fusedmoe_ranks PLUGIN cells|steps|eplb|again|fault ...\n");
     return 2;
   }
   signal(SIGTERM, OnTerminate);
@@ -255,6 +268,9 @@ int Main(int argc, char** argv) {
   }
   if (what == "eplb") {
     return RunBalanced(*communicator, std::atoll(argv[3]));
+  }
+  if (what == "again") {
+    return RunAgain(*std::move(communicator), argv[1]);
   }
   return RunFault(*communicator, argv[3]);
 }

@@ -81,20 +81,24 @@ Status OutputCheckpoint::WriteTensors(const std::string& file, std::span<const N
 }
 
 Status OutputCheckpoint::CopySideFiles(const std::string& source) {
-  std::error_code error;
+  std::error_code error, of_entry;
   std::vector<fs::path> found;
   for (fs::directory_iterator entry(source, error), end; !error && entry != end; entry.increment(error)) {
-    if (entry->is_regular_file(error) && IsSideFile(entry->path().filename().string()) &&
-        static_cast<int64_t>(entry->file_size(error)) <= kLargestSideFile) {
+    if (entry->is_regular_file(of_entry) && IsSideFile(entry->path().filename().string()) &&
+        static_cast<int64_t>(entry->file_size(of_entry)) <= kLargestSideFile) {
       found.push_back(entry->path());
     }
   }
+  if (error) {
+    return Status::System("cannot list the folder: " + error.message())
+        .WithFile(source)
+        .WithHint("the tokenizer and other small files are copied from there: it must be readable");
+  }
   for (const fs::path& path : found) {
+    FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path.string(), kLargestSideFile));
     const std::string name = path.filename().string();
-    if (!fs::copy_file(path, output_->path() + "/" + name, error)) {
-      return Status::System("cannot copy the file: " + error.message()).WithFile(path.string());
-    }
-    files_.push_back(name);
+    FMOE_RETURN_IF_ERROR(WriteText(name, text));
+    fs::permissions(output_->path() + "/" + name, fs::status(path, of_entry).permissions(), of_entry);
   }
   return Status::Ok();
 }

@@ -13,9 +13,11 @@ typedef struct {
   MPI_Request* requests; /* [2 * size] */
   int64_t* bytes;        /* expected by the receive of a slot; -1: a send */
   int32_t* nodes;        /* [size] */
-  int finalize;
-  pid_t process; /* that is the rank: one forked from it is none, and would wait for the others */
+  pid_t process;         /* that is the rank: one forked from it is none, and would wait for the others */
 } State;
+
+/* MPI starts once in a process and ends once: by the last engine, where the first one started it. */
+static int open_engines, started_here;
 
 /* Counts of MPI 3.1 are ints: as rows they reach 2^31 rows instead of 2 GiB. */
 static int RowType(int64_t row_bytes, MPI_Datatype* type) {
@@ -85,19 +87,21 @@ static void Abort(void* self, int exit_code) {
   MPI_Abort(((State*)self)->comm, exit_code);
 }
 
+/* A program that ended MPI before its communicators has freed what they were. */
 static void Close(void* self) {
   State* state = self;
-  const int is_rank = state->process == getpid(), finalize = is_rank && state->finalize;
-  if (is_rank) {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (state->process == getpid() && !finalized) {
     MPI_Comm_free(&state->comm);
+    if (--open_engines == 0 && started_here) {
+      MPI_Finalize();
+    }
   }
   free(state->requests);
   free(state->bytes);
   free(state->nodes);
   free(state);
-  if (finalize) {
-    MPI_Finalize();
-  }
 }
 
 /* The lowest rank on the machine of each rank. */
@@ -121,7 +125,13 @@ static int FindNodes(State* state, int rank, int size) {
 
 __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engine* engine, char* text,
                                                                  int64_t capacity) {
-  int initialized = 0, provided = 0, rank = 0, size = 0;
+  int initialized = 0, finalized = 0, provided = 0, rank = 0, size = 0;
+  MPI_Finalized(&finalized);
+  if (finalized) {
+    snprintf(text, (size_t)capacity,
+             "MPI has ended in this process, with the last communicator on it, and starts once alone");
+    return 1;
+  }
   State* state = calloc(1, sizeof(State));
   snprintf(text, (size_t)capacity, "out of memory");
   if (state == NULL) {
@@ -135,7 +145,7 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
       free(state);
       return 1;
     }
-    state->finalize = 1;
+    started_here = 1;
   }
   /* A communicator of our own: no message of the program around us is mistaken for ours, and errors come
    * back. */
@@ -144,16 +154,19 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
     free(state);
     return 1;
   }
+  ++open_engines;
   MPI_Comm_set_errhandler(state->comm, MPI_ERRORS_RETURN);
   MPI_Comm_rank(state->comm, &rank);
   MPI_Comm_size(state->comm, &size);
   state->requests = malloc(2 * (size_t)size * sizeof(MPI_Request));
   state->bytes = malloc(2 * (size_t)size * sizeof(int64_t));
   if (state->requests == NULL || state->bytes == NULL) {
+    Close(state);
     return 1;
   }
   if (FindNodes(state, rank, size) != MPI_SUCCESS) {
     snprintf(text, (size_t)capacity, "the ranks of one machine cannot be found");
+    Close(state);
     return 1;
   }
   for (int slot = 0; slot < 2 * size; ++slot) {
