@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/access.hpp"
+#include "checkpoint/files/config_files.hpp"
 #include "checkpoint/files/tensor_store.hpp"
 #include "checkpoint/gguf/gguf_model.hpp"
 #include "checkpoint/layers/families.hpp"
@@ -45,17 +46,13 @@ struct Checkpoint::Impl {
 
 namespace {
 
-// What configures the reader of a directory.
-constexpr const char* kConfigurations[] = {"config.json", "hf_quant_config.json", "quantize_config.json",
-                                           "quant_config.json"};
-
 std::string ConfigurationsIn(const std::string& directory) {
   constexpr int64_t kMostBytes = int64_t{64} << 20;
   std::string text;
-  for (const char* name : kConfigurations) {
+  for (const checkpoint::ConfigFile& file : checkpoint::kConfigFiles) {
     const auto content =
-        platform::ReadTextFile((std::filesystem::path(directory) / name).string(), kMostBytes);
-    text += content.ok() ? *content : std::string(name) + " is not there\n";
+        platform::ReadTextFile((std::filesystem::path(directory) / file.name).string(), kMostBytes);
+    text += content.ok() ? *content : std::string(file.name) + " is not there\n";
   }
   return text;
 }
@@ -90,7 +87,8 @@ Result<std::string> GgufInside(const std::string& directory) {
   namespace fs = std::filesystem;
   std::error_code error;
   std::string found;
-  if (!fs::is_directory(directory, error) || fs::exists(fs::path(directory) / "config.json", error)) {
+  if (!fs::is_directory(directory, error) ||
+      fs::exists(fs::path(directory) / checkpoint::kModelConfigFile, error)) {
     return found;
   }
   for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
@@ -204,8 +202,8 @@ const std::string& Checkpoint::directory() const {
 }
 std::vector<std::string> Checkpoint::Files() const {
   std::vector<std::string> files = impl_->store->Paths();
-  for (const char* name : kConfigurations) {
-    const std::filesystem::path path = std::filesystem::path(impl_->directory) / name;
+  for (const checkpoint::ConfigFile& file : checkpoint::kConfigFiles) {
+    const std::filesystem::path path = std::filesystem::path(impl_->directory) / file.name;
     if (std::error_code ignored; std::filesystem::exists(path, ignored)) {
       files.push_back(path.string());
     }

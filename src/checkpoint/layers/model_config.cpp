@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/files/config_files.hpp"
 #include "checkpoint/files/tensor_index.hpp"
 #include "platform/file.hpp"
 
@@ -52,7 +53,7 @@ std::vector<std::string_view> SplitWords(std::string_view list, char separator) 
 }
 
 Result<ModelConfig> ModelConfig::Open(const std::string& directory) {
-  FMOE_ASSIGN_OR_RETURN(const std::string path, ResolveInside(directory, "config.json"));
+  FMOE_ASSIGN_OR_RETURN(const std::string path, ResolveInside(directory, kModelConfigFile));
   FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path, kMaxConfigBytes));
   return Parse(text, path);
 }

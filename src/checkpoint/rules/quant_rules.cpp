@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/files/config_files.hpp"
 #include "checkpoint/files/tensor_index.hpp"
 #include "checkpoint/rules/rules_support.hpp"
 #include "platform/file.hpp"
@@ -161,12 +162,11 @@ Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfi
     }
     return Dispatch(method, *spec, config.path(), config);
   }
-  struct Known {
-    std::string_view file, method;
-  };
-  for (const Known& known : {Known{"hf_quant_config.json", "modelopt"}, Known{"quantize_config.json", "gptq"},
-                             Known{"quant_config.json", "awq"}}) {
-    FMOE_ASSIGN_OR_RETURN(std::optional<Side> side, OpenSide(directory, known.file));
+  for (const ConfigFile& known : kConfigFiles) {
+    if (known.method.empty()) {
+      continue;  // the model's configuration
+    }
+    FMOE_ASSIGN_OR_RETURN(std::optional<Side> side, OpenSide(directory, known.name));
     if (!side) {
       continue;
     }

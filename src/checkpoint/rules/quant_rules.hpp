@@ -21,7 +21,7 @@ struct QuantRules {
   std::function<Result<LinearFormat>(const std::string& module)> format_of;
 };
 
-/// Reads config.json's quantization_config, hf_quant_config.json, quantize_config.json or quant_config.json;
+/// Reads config.json's quantization_config, or the first of the other files of `kConfigFiles` that is there;
 /// without any, nothing is quantized. An unknown quant_method is kUnsupported, by name.
 Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfig& config);
 

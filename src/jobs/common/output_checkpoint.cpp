@@ -1,5 +1,6 @@
 #include "jobs/common/output_checkpoint.hpp"
 
+#include <algorithm>
 #include <filesystem>
 #include <mutex>
 #include <span>
@@ -7,6 +8,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/files/config_files.hpp"
 #include "core/sha256.hpp"
 #include "platform/file.hpp"
 
@@ -17,18 +19,15 @@ namespace fs = std::filesystem;
 constexpr int64_t kLargestSideFile = int64_t{256} << 20;
 
 bool IsSideFile(const std::string& name) {
-  static constexpr std::string_view kOurs[] = {
-      "config.json",       "hf_quant_config.json",     "quantize_config.json",
-      "quant_config.json", "quantization_report.json", "conversion_report.json"};
   static constexpr std::string_view kWeights[] = {".safetensors", ".safetensors.index.json",
                                                   ".bin",         ".bin.index.json",
                                                   ".pt",          ".pth",
                                                   ".gguf",        ".onnx",
                                                   ".h5",          ".msgpack"};
-  for (const std::string_view own : kOurs) {
-    if (name == own) {
-      return false;
-    }
+  const auto is_it = [&](const checkpoint::ConfigFile& file) { return name == file.name; };
+  if (std::ranges::any_of(checkpoint::kConfigFiles, is_it) || name == kQuantizationReport ||
+      name == kConversionReport) {
+    return false;
   }
   for (const std::string_view ending : kWeights) {
     if (name.ends_with(ending)) {

@@ -10,6 +10,8 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/files/config_files.hpp"
+
 namespace fusedmoe::jobs {
 namespace {
 
@@ -34,8 +36,7 @@ bool IsWithin(const fs::path& inner, const fs::path& outer) {
 /// What `convert --to gguf` leaves in a folder.
 bool HoldsGguf(const fs::path& directory) {
   std::error_code error;
-  return fs::exists(directory / "model.gguf", error) &&
-         fs::exists(directory / "conversion_report.json", error);
+  return fs::exists(directory / "model.gguf", error) && fs::exists(directory / kConversionReport, error);
 }
 
 /// --force removes the whole folder: what else than a checkpoint lies there may be anybody's.
@@ -48,7 +49,7 @@ Status CheckReplaceable(const fs::path& directory, const std::vector<std::string
   }
   std::error_code error;
   if (fs::is_directory(directory, error) && !fs::is_empty(directory, error) &&
-      !fs::exists(directory / "config.json", error) && !HoldsGguf(directory)) {
+      !fs::exists(directory / checkpoint::kModelConfigFile, error) && !HoldsGguf(directory)) {
     return Status::Usage("the folder is not empty and holds no config.json; only a checkpoint is replaced")
         .WithFile(directory.string())
         .WithHint("choose another folder, or remove this one");

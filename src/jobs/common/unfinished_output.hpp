@@ -10,6 +10,10 @@
 
 namespace fusedmoe::jobs {
 
+/// What the jobs say of their work, beside what they wrote.
+inline constexpr const char* kQuantizationReport = "quantization_report.json";
+inline constexpr const char* kConversionReport = "conversion_report.json";
+
 /// Where a checkpoint is written.
 struct OutputPlace {
   std::string directory;

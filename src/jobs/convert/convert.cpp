@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/files/config_files.hpp"
 #include "core/memory.hpp"
 #include "jobs/common/experts_rewriter.hpp"
 #include "jobs/convert/gguf_output.hpp"
@@ -125,9 +126,9 @@ std::vector<jobs::Unit> Job::Units() const {
 Status Job::WriteDirectory(OutputCheckpoint& output) const {
   FMOE_ASSIGN_OR_RETURN(const std::string quantization, plan_.Config(rewriter_));
   const std::string config = rewriter_.ConfigWith(quantization);
-  FMOE_RETURN_IF_ERROR(output.WriteText("config.json", config));
+  FMOE_RETURN_IF_ERROR(output.WriteText(checkpoint::kModelConfigFile, config));
   if (const std::string text = plan_.SideFile(rewriter_); !text.empty()) {
-    FMOE_RETURN_IF_ERROR(output.WriteText("hf_quant_config.json", Json::parse(text).dump(2) + "\n"));
+    FMOE_RETURN_IF_ERROR(output.WriteText(checkpoint::kModelOptConfigFile, Json::parse(text).dump(2) + "\n"));
   }
   FMOE_RETURN_IF_ERROR(output.CopySideFiles(rewriter_.checkpoint().directory()));
   return output.WriteWeights(Units(), {options_.max_shard_bytes, options_.executor, options_.progress});
@@ -181,7 +182,7 @@ Result<ConvertReport> Job::Run() {
       const Difference difference,
       CompareWritten(rewriter_, plan_, gguf ? output->gguf_path() : output->path(), options_.executor));
   FMOE_RETURN_IF_ERROR(Judge(difference, report));
-  FMOE_RETURN_IF_ERROR(output->WriteText("conversion_report.json", ReportJson(report)));
+  FMOE_RETURN_IF_ERROR(output->WriteText(jobs::kConversionReport, ReportJson(report)));
   FMOE_RETURN_IF_ERROR(output->Commit());
   report.files = output->files();
   return report;

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/files/config_files.hpp"
 #include "core/memory.hpp"
 #include "jobs/common/experts_rewriter.hpp"
 #include "jobs/quantize/measure.hpp"
@@ -212,10 +213,10 @@ std::string Job::ReportText(const QuantizeReport& report) const {
 
 Status Job::WriteConfig(jobs::OutputCheckpoint& output) const {
   const std::string config = rewriter_.ConfigWith(row_.config(scheme_, storage_));
-  FMOE_RETURN_IF_ERROR(output.WriteText("config.json", config));
+  FMOE_RETURN_IF_ERROR(output.WriteText(checkpoint::kModelConfigFile, config));
   if (row_.side_file != nullptr) {
     const std::string text = Json::parse(row_.side_file(scheme_, storage_)).dump(2) + "\n";
-    FMOE_RETURN_IF_ERROR(output.WriteText("hf_quant_config.json", text));
+    FMOE_RETURN_IF_ERROR(output.WriteText(checkpoint::kModelOptConfigFile, text));
   }
   return output.CopySideFiles(rewriter_.checkpoint().directory());
 }
@@ -301,7 +302,7 @@ Result<QuantizeReport> Job::Run() {
   QuantizeReport report = Report(slots);
   report.content_hash = output->ContentHash();
   report.bytes = output->bytes();
-  FMOE_RETURN_IF_ERROR(output->WriteText("quantization_report.json", ReportText(report)));
+  FMOE_RETURN_IF_ERROR(output->WriteText(jobs::kQuantizationReport, ReportText(report)));
   FMOE_RETURN_IF_ERROR(ReadBack(output->path()));
   report.files = output->files();
   FMOE_RETURN_IF_ERROR(output->Commit());

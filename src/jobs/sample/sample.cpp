@@ -11,6 +11,7 @@
 #include <fusedmoe/routing.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "checkpoint/files/config_files.hpp"
 #include "checkpoint/storage/storage.hpp"
 #include "jobs/common/output_checkpoint.hpp"
 #include "jobs/sample/families.hpp"
@@ -166,11 +167,12 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   }
   FMOE_ASSIGN_OR_RETURN(const auto output, jobs::OutputCheckpoint::Create({.directory = options.directory,
                                                                            .overwrite = options.overwrite}));
-  FMOE_RETURN_IF_ERROR(
-      output->WriteText("config.json", ConfigOf(options, *family, sizes, scheme, storage).dump(2) + "\n"));
+  FMOE_RETURN_IF_ERROR(output->WriteText(checkpoint::kModelConfigFile,
+                                         ConfigOf(options, *family, sizes, scheme, storage).dump(2) + "\n"));
   if (storage != nullptr && storage->side_file != nullptr) {
     const std::string text = storage->side_file(scheme, {.ignored = Unquantized(*family, sizes)});
-    FMOE_RETURN_IF_ERROR(output->WriteText("hf_quant_config.json", Json::parse(text).dump(2) + "\n"));
+    FMOE_RETURN_IF_ERROR(
+        output->WriteText(checkpoint::kModelOptConfigFile, Json::parse(text).dump(2) + "\n"));
   }
   jobs::WriteOptions how;
   how.max_shard_bytes = options.max_shard_bytes;
