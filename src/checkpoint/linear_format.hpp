@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -61,6 +62,12 @@ struct LinearFormat {
   bool negative_scales = false;     ///< the writer uses them (auto-round); elsewhere they are refused
   bool input_scale_optional = false;  ///< a missing input scale makes the scheme weight-only
   bool quantized() const { return weight.quantized(); }
+  /// Of all tensors that a file may have for the module, those that do not exist empty. (The levels above
+  /// scales are parts of blocks, in the tensor of the codes.)
+  std::array<std::string_view, 9> Suffixes() const {
+    return {codes,       scale,           second_scale, input_scale, zero_point,
+            group_index, pre_quant_scale, shape,        row_major};
+  }
   /// Weight-only: of modules whose file has no scales of inputs.
   void LeaveInputsAlone() {
     activation = {};

@@ -85,14 +85,12 @@ Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext
         FMOE_ASSIGN_OR_RETURN(module.cols, ColumnsByShape(*any_layer.store, shape, module.cols));
       }
       FMOE_ASSIGN_OR_RETURN(module.scheme, SchemeOf(*format));
-      for (const std::string_view part :
-           {format->codes, format->scale, format->second_scale, format->input_scale, format->zero_point,
-            format->group_index, format->pre_quant_scale, format->shape, format->row_major,
-            std::string_view(".g_idx")}) {
+      for (const std::string_view part : format->Suffixes()) {
         if (!part.empty()) {
           module.tensors.insert(module.module + std::string(part));
         }
       }
+      module.tensors.insert(module.module + ".g_idx");
       module.format = *std::move(format);
       modules.push_back(std::move(module));
       break;

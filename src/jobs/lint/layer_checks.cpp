@@ -210,14 +210,12 @@ void LintUnused(const LayerContext& context, Findings& findings) {
       if (!format.ok()) {
         return;  // reported already, and what belongs here is not known
       }
-      for (const std::string_view suffix :
-           {format->codes, format->scale, format->second_scale, format->input_scale, format->zero_point,
-            format->group_index, format->pre_quant_scale, format->shape, format->row_major,
-            std::string_view(".bias")}) {
+      for (const std::string_view suffix : format->Suffixes()) {
         if (!suffix.empty()) {
           suffixes.insert(std::string(suffix));
         }
       }
+      suffixes.insert(".bias");
     }
   }
   LintUnusedOfExperts(context, used, findings);
