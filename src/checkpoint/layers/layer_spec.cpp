@@ -63,10 +63,6 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   return axes;
 }
 
-bool IsPlain(DType dtype) {
-  return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32;
-}
-
 // Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
 // divide; tools that quantize linear modules, a parameter for all experts that they did not take apart
 // (JetMoE, Longcat, Llama-4 by auto-round), which transformers may have taken apart when it saved the file of
@@ -75,7 +71,7 @@ bool IsPlain(DType dtype) {
 // where nothing at all has codes, the configuration is another model's.
 bool KeepsPlain(const TensorStore& store, std::string_view producer, const LinearFormat& format,
                 const TensorInfo& info) {
-  const bool plain = IsPlain(info.dtype);
+  const bool plain = IsPlainFloat(info.dtype);
   const bool joined = info.shape.rank() >= 3;
   if (producer == "gptq" || producer == "awq" || producer == "compressed-tensors") {
     // Codes that are called as plain weights are told by their scales.
@@ -269,7 +265,7 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     format.LeaveInputsAlone();
   }
   const char* left_alone = format.quantized() ? nullptr : WhoLeavesAlone(rules.producer);
-  if (left_alone != nullptr && (info == nullptr || !IsPlain(info->dtype)) &&
+  if (left_alone != nullptr && (info == nullptr || !IsPlainFloat(info->dtype)) &&
       !PresentOf(store, base).empty()) {
     return store.Blame(
         Status::BadInput(fmt::format("the metadata of {} leave this module unquantized, and the checkpoint "

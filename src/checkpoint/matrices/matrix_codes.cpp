@@ -9,6 +9,7 @@
 
 #include "checkpoint/matrices/unpack.hpp"
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
 #include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -48,9 +49,8 @@ std::optional<StoredAs> FindStoredAs(const LinearFormat& format, DType found) {
   if (format.bits == 8 && found == DType::kI8 && element == DType::kU8) {
     return StoredAs::kCentered;
   }
-  const bool plain = found == DType::kF32 || found == DType::kF16 || found == DType::kBF16;
-  return found == element || (!format.quantized() && plain) ? std::optional(StoredAs::kElements)
-                                                            : std::nullopt;
+  return found == element || (!format.quantized() && IsPlainFloat(found)) ? std::optional(StoredAs::kElements)
+                                                                          : std::nullopt;
 }
 
 Result<Tensor> ReadPacked(const MatrixTensors& tensors, const LinearFormat& format, const Tensor& stored,

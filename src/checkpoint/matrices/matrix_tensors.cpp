@@ -136,8 +136,7 @@ Result<float> MatrixTensors::LoadScale(std::string_view suffix) const {
   // [E, 2], [E, 2, 1] (transformers): gate and up each have their own.
   const bool own = place.parts == 2 && stored.shape().count() == 2 && stored.dim(0) == 2;
   const DType found = stored.dtype();
-  if ((!own && stored.shape().count() != 1) ||
-      (found != DType::kF32 && found != DType::kBF16 && found != DType::kF16)) {
+  if ((!own && stored.shape().count() != 1) || !IsPlainFloat(found)) {
     return Wrong(name, stored, "one F32, BF16 or F16");
   }
   float values[2] = {0.0F, 0.0F};

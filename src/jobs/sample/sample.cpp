@@ -16,6 +16,7 @@
 #include "jobs/common/output_checkpoint.hpp"
 #include "jobs/sample/families.hpp"
 #include "jobs/sample/units.hpp"
+#include "numerics/element_types.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -147,7 +148,7 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
     }
     return Status::Usage(fmt::format("family '{}' does not exist; there are {}", options.family, names));
   }
-  if (options.dtype != DType::kBF16 && options.dtype != DType::kF16 && options.dtype != DType::kF32) {
+  if (!IsPlainFloat(options.dtype)) {
     return Status::Usage(fmt::format("dtype {} is none of BF16, F16, F32", DTypeName(options.dtype)));
   }
   FMOE_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options, family->family));
