@@ -33,6 +33,9 @@ struct SafetensorsFile {
 /// Reads a whole file into memory. Strict (docs/checkpoints.md): kBadInput names file and tensor.
 Result<SafetensorsFile> ReadSafetensors(const std::string& path);
 
+/// The largest file of a checkpoint that is written in shards, unless its options say otherwise.
+inline constexpr int64_t kUsualShardBytes = 5'000'000'000;
+
 /// What a tensor of a file under construction will be.
 struct TensorSpec {
   std::string name;

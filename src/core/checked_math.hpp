@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -17,6 +18,14 @@ inline std::optional<int64_t> CheckedAdd(int64_t a, int64_t b) {
 inline std::optional<int64_t> CheckedMultiply(int64_t a, int64_t b) {
   int64_t product = 0;
   return __builtin_mul_overflow(a, b, &product) ? std::nullopt : std::optional<int64_t>(product);
+}
+
+/// The integer that a number from a file is; nothing for fractions, and from 2^53 on, where a double no
+/// longer tells neighbours apart.
+inline std::optional<int64_t> ExactInteger(double number) {
+  return std::abs(number) < 0x1p53 && number == std::trunc(number)
+             ? std::optional(static_cast<int64_t>(number))
+             : std::nullopt;
 }
 
 /// Product of the dimensions; nothing when one is negative or the product overflows. Empty: 1 (a scalar).

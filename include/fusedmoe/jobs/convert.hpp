@@ -8,6 +8,7 @@
 
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/executor.hpp>
+#include <fusedmoe/safetensors.hpp>
 #include <fusedmoe/status.hpp>
 
 namespace fusedmoe {
@@ -23,7 +24,7 @@ struct ConvertOptions {
   std::string directory;
   /// Accept results that do not decode to the same values.
   bool allow_lossy = false;
-  int64_t max_shard_bytes = 5'000'000'000;
+  int64_t max_shard_bytes = kUsualShardBytes;
   bool overwrite = false;
   Executor executor;
   std::function<void(int64_t done, int64_t total)> progress;

@@ -11,6 +11,7 @@
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/jobs/activation_stats.hpp>
 #include <fusedmoe/quant.hpp>
+#include <fusedmoe/safetensors.hpp>
 #include <fusedmoe/status.hpp>
 
 namespace fusedmoe {
@@ -31,7 +32,7 @@ struct QuantizeOptions {
   bool scale_search = false;
   /// Exponents of MX scales; absent: the rule of the format. For schemes that have them (kUsage otherwise).
   std::optional<MxScaleRule> mx_scale;
-  int64_t max_shard_bytes = 5'000'000'000;
+  int64_t max_shard_bytes = kUsualShardBytes;
   bool overwrite = false;
   Executor executor;
   /// Units of work done and in all; called from any thread, one at a time.

@@ -8,6 +8,7 @@
 
 #include <fusedmoe/dtype.hpp>
 #include <fusedmoe/executor.hpp>
+#include <fusedmoe/safetensors.hpp>
 #include <fusedmoe/status.hpp>
 
 namespace fusedmoe {
@@ -38,7 +39,7 @@ struct SampleOptions {
   int64_t num_tokens = 16;  ///< rows of io/input.safetensors
   uint64_t seed = 0;
   DType dtype = DType::kBF16;  ///< of hidden states and of what is not quantized: BF16, F16 or F32
-  int64_t max_shard_bytes = 5'000'000'000;
+  int64_t max_shard_bytes = kUsualShardBytes;
   bool overwrite = false;
   Executor executor;
 };

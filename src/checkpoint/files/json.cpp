@@ -1,9 +1,10 @@
 #include "checkpoint/files/json.hpp"
 
-#include <cmath>
 #include <unordered_set>
 
 #include <fmt/format.h>
+
+#include "core/checked_math.hpp"
 
 namespace fusedmoe::checkpoint {
 
@@ -74,15 +75,7 @@ std::optional<int64_t> JsonValue::integer() const {
   if (kind_ != Kind::kNumber) {
     return std::nullopt;
   }
-  if (integer_) {
-    return integer_;
-  }
-  // 2^53: beyond it a double no longer tells neighbours apart.
-  constexpr double kExact = 9007199254740992.0;
-  if (std::abs(number_) <= kExact && number_ == std::trunc(number_)) {
-    return static_cast<int64_t>(number_);
-  }
-  return std::nullopt;
+  return integer_ ? integer_ : ExactInteger(number_);
 }
 
 JsonValue JsonValue::With(const JsonValue& over) const {

@@ -1,7 +1,6 @@
 #include "checkpoint/gguf/gguf_header.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -313,9 +312,7 @@ std::optional<int64_t> GgufHeader::Integer(std::string_view key) const {
   if (value == nullptr || value->is_list || value->kind != GgufValue::Kind::kInteger) {
     return std::nullopt;
   }
-  constexpr double kExact = 9007199254740992.0;  // 2^53
-  const double number = value->numbers.front();
-  return std::fabs(number) < kExact ? std::optional(static_cast<int64_t>(number)) : std::nullopt;
+  return ExactInteger(value->numbers.front());
 }
 
 Result<GgufHeader> ReadGgufHeader(const platform::InputFile& file) {

@@ -28,7 +28,7 @@ struct Unit {
 };
 
 struct WriteOptions {
-  int64_t max_shard_bytes = 5'000'000'000;
+  int64_t max_shard_bytes = kUsualShardBytes;
   Executor executor;
   /// Units done and in all; one call at a time. May be empty.
   std::function<void(int64_t done, int64_t total)> progress;
