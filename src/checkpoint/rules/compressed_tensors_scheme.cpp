@@ -24,7 +24,7 @@ struct Args {
 
 // "group_size" and "strategy"; each says what the other is where that is missing.
 Status ReadGroups(const JsonValue& spec, const std::string& path, Args& args) {
-  FMOE_ASSIGN_OR_RETURN(args.group, Size(spec, "group_size", -1, 65536, 0, path));
+  FMOE_ASSIGN_OR_RETURN(args.group, Size(spec, "group_size", -1, kLargestGroup, 0, path));
   if (const JsonValue* group = spec.Find("group_size"); group != nullptr && args.group == 0) {
     return Wrong("group_size", group, "-1 or 1 to 65536", path);
   }

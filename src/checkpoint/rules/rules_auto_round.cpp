@@ -61,7 +61,8 @@ Result<LinearFormat> AutoRoundMxFormat(const JsonValue& spec, int64_t bits, int6
   FMOE_ASSIGN_OR_RETURN(const int64_t input_bits, Size(spec, "act_bits", 1, 32, 16, path));
   const JsonValue* type = spec.Find("act_data_type");
   const std::string input_type = type == nullptr ? "mx_fp" : type->string();
-  FMOE_ASSIGN_OR_RETURN(const int64_t input_group, Size(spec, "act_group_size", -1, 65536, group, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t input_group,
+                        Size(spec, "act_group_size", -1, kLargestGroup, group, path));
   const auto fits = [](int64_t count) { return count == 4 || count == 8; };
   const bool quantizes_inputs = input_bits < 16;
   if (!fits(bits) || group != 32 ||
@@ -87,7 +88,8 @@ Result<LinearFormat> AutoRoundMxFormat(const JsonValue& spec, int64_t bits, int6
 Result<LinearFormat> AutoRoundNvFormat(const JsonValue& spec, int64_t bits, int64_t group,
                                        const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const int64_t input_bits, Size(spec, "act_bits", 1, 32, 16, path));
-  FMOE_ASSIGN_OR_RETURN(const int64_t input_group, Size(spec, "act_group_size", -1, 65536, group, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t input_group,
+                        Size(spec, "act_group_size", -1, kLargestGroup, group, path));
   const bool quantizes_inputs = input_bits < 16;
   if (bits != 4 || group != 16 || (quantizes_inputs && (input_bits != 4 || input_group != 16))) {
     return Status::Unsupported(
@@ -114,7 +116,7 @@ Result<LinearFormat> AutoRoundFp8Format(const JsonValue& spec, int64_t bits, con
                                         const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const int64_t input_bits, Size(spec, "act_bits", 1, 32, 16, path));
   FMOE_ASSIGN_OR_RETURN(const bool dynamic, Flag(spec, "act_dynamic", true, path));
-  FMOE_ASSIGN_OR_RETURN(const int64_t input_group, Size(spec, "act_group_size", -1, 65536, -1, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t input_group, Size(spec, "act_group_size", -1, kLargestGroup, -1, path));
   const JsonValue* kind = spec.Find("fmt");
   const auto refuse = [&](std::string_view what, const std::string& value) {
     return Status::Unsupported(fmt::format("auto-round's FP8 with {} {} is not supported", what, value))
@@ -166,7 +168,7 @@ Result<LinearFormat> AutoRoundFormat(const JsonValue& spec, int64_t bits, const 
     return AutoRoundFp8Format(spec, bits, group_key, path);
   }
   const std::optional<int64_t> group = group_key == nullptr ? 128 : group_key->integer();
-  if (!group || *group < -1 || *group > 65536) {
+  if (!group || *group < -1 || *group > kLargestGroup) {
     return Wrong("group_size", group_key, "an integer from -1 to 65536", path);
   }
   if (name.starts_with("mx_fp")) {

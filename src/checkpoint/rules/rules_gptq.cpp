@@ -104,7 +104,7 @@ LinearFormat GptqFormat(int64_t bits, int64_t group, bool symmetric, std::string
 
 Result<LinearFormat> ReadGptqFormat(const JsonValue& spec, std::string_view layout, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
-  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, kLargestGroup, 128, path));
   if (bits < 2 || bits > 8) {
     return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 2 to 8 are", bits))
         .WithFile(path);
@@ -137,7 +137,7 @@ Result<LinearFormat> ReadAwqFormat(const JsonValue& spec, const std::string& pat
   const char* bits_key = spec.Find("bits") != nullptr ? "bits" : "w_bit";
   FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, bits_key, 1, 16, std::nullopt, path));
   const char* group_key = spec.Find("group_size") != nullptr ? "group_size" : "q_group_size";
-  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, group_key, -1, 65536, 128, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, group_key, -1, kLargestGroup, 128, path));
   if (bits != 4) {
     return Status::Unsupported(fmt::format("AWQ with {} bits is not supported; 4 are", bits)).WithFile(path);
   }

@@ -9,6 +9,7 @@
 #include "checkpoint/formats.hpp"
 #include "checkpoint/rules/modelopt_groups.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
+#include "checkpoint/rules/rules_support.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -166,17 +167,8 @@ std::string WithoutMark(std::string name) {
 }
 
 Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::string& path) {
-  const JsonValue* value = spec.Find("group_size");
-  if (value == nullptr) {
-    return std::optional<int64_t>();
-  }
-  const std::optional<int64_t> size = value->integer();
-  if (!size || *size < 1 || *size > 65536) {
-    return Status::BadInput(
-               fmt::format("'group_size' is {}; an integer from 1 to 65536 is needed", value->ToString()))
-        .WithFile(path);
-  }
-  return size;
+  FMOE_ASSIGN_OR_RETURN(const int64_t size, Size(spec, "group_size", 1, kLargestGroup, 0, path));
+  return size == 0 ? std::nullopt : std::optional(size);
 }
 
 Status ModelOptRules::ReadModules(const JsonValue* layers, const std::string& path) {

@@ -48,13 +48,7 @@ Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& 
     if (level.dtype.empty() || level.qscheme.empty()) {
       return Status::BadInput("a Quark tensor description needs 'dtype' and 'qscheme'").WithFile(path);
     }
-    if (const JsonValue* group = object->Find("group_size"); group != nullptr) {
-      if (!group->integer() || *group->integer() < 1 || *group->integer() > 65536) {
-        return Status::BadInput(fmt::format("'group_size' is {}; 1 to 65536 is needed", group->ToString()))
-            .WithFile(path);
-      }
-      level.group = *group->integer();
-    }
+    FMOE_ASSIGN_OR_RETURN(level.group, Size(*object, "group_size", 1, kLargestGroup, 0, path));
     FMOE_ASSIGN_OR_RETURN(level.dynamic, Flag(*object, "is_dynamic", false, path));
     FMOE_ASSIGN_OR_RETURN(level.symmetric, Flag(*object, "symmetric", true, path));
     levels.push_back(std::move(level));

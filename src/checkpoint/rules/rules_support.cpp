@@ -30,7 +30,6 @@ Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, i
 }
 
 Result<GroupShape> BlockSizes(std::string_view key, const JsonValue& block, const std::string& path) {
-  constexpr int64_t kLargest = 65536;
   GroupShape sizes{0, 0};
   if (block.is_array() && block.items().size() == 2) {
     sizes = {block.items()[0].integer().value_or(0), block.items()[1].integer().value_or(0)};
@@ -42,8 +41,8 @@ Result<GroupShape> BlockSizes(std::string_view key, const JsonValue& block, cons
       sizes = {0, 0};
     }
   }
-  if (sizes.row < 1 || sizes.col < 1 || sizes.row > kLargest || sizes.col > kLargest) {
-    return Wrong(key, &block, fmt::format("two sizes from 1 to {}", kLargest), path);
+  if (sizes.row < 1 || sizes.col < 1 || sizes.row > kLargestGroup || sizes.col > kLargestGroup) {
+    return Wrong(key, &block, fmt::format("two sizes from 1 to {}", kLargestGroup), path);
   }
   return sizes;
 }

@@ -16,6 +16,9 @@
 /// What the readers of the producers' metadata have in common. `path` is the file, for errors.
 namespace fusedmoe::checkpoint {
 
+/// Of the sizes of groups and blocks that are taken from metadata.
+inline constexpr int64_t kLargestGroup = 65536;
+
 /// kBadInput: '<key>' is <value>; <wanted> is needed.
 Status Wrong(std::string_view key, const JsonValue* value, std::string_view wanted, const std::string& path);
 
