@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "jobs/bench/ceilings.hpp"
+#include "jobs/bench/config.hpp"
 #include "jobs/bench/layer_rotation.hpp"
 #include "jobs/bench/measure.hpp"
 #include "jobs/bench/routings.hpp"
@@ -16,25 +17,9 @@ namespace {
 
 using namespace bench;  // NOLINT: the pieces of this job
 
-/// The routed experts of the problem on one rank, with plain top-k: ids are given, and what the routers of
-/// the models do besides costs the same for every kernel. Latent experts: on the rows that they read.
 Result<MoeConfig> ConfigFor(const Problem& problem, const BenchOptions& options) {
-  MoeConfig config = RoutedConfig(problem.config);
-  if (options.num_experts > 0) {
-    config.num_experts = options.num_experts;
-  }
-  config.num_local_experts = config.num_experts;
-  config.shared = SharedExpertConfig{};
-  config.parallel = ParallelConfig{};
-  const auto top_k = problem.config.routing.top_k;
-  config.routing = RoutingConfig{};
-  config.routing.top_k = top_k;
-  config.has_correction_bias = config.has_router_bias = false;
+  FMOE_ASSIGN_OR_RETURN(MoeConfig config, ConfigOf(problem, options.num_experts));
   config.max_tokens = *std::max_element(options.tokens.begin(), options.tokens.end());
-  if (config.top_k() > config.num_experts) {
-    return Status::Usage(fmt::format("{} chooses {} experts a token, of {}", problem.name, config.top_k(),
-                                     config.num_experts));
-  }
   if (options.routing == BenchRouting::kGiven) {
     FMOE_RETURN_IF_ERROR(CheckGivenIds(options.topk_ids, config.top_k(), config.num_experts));
   }
@@ -49,11 +34,7 @@ Status CheckOptions(const BenchOptions& options) {
   if (options.tokens.empty()) {
     return Status::Usage("no token count to measure");
   }
-  for (const int64_t tokens : options.tokens) {
-    if (tokens < 1 || tokens > kMostBenchTokens) {
-      return Status::Usage(fmt::format("tokens={} must be 1 to {}", tokens, kMostBenchTokens));
-    }
-  }
+  FMOE_RETURN_IF_ERROR(CheckTokens(options.tokens));
   if (options.num_experts < 0 || options.num_layers < 0 || options.max_bytes < 0 ||
       !(options.seconds_per_row >= 0)) {
     return Status::Usage("experts, layers, bytes and seconds must not be negative");

@@ -15,7 +15,6 @@
 
 namespace fusedmoe::bench {
 
-inline constexpr int64_t kMostBenchTokens = int64_t{1} << 16;
 inline constexpr int64_t kCheckedTokens = 16;
 
 /// Checks and times the kernels of one problem in one scheme.
