@@ -7,6 +7,7 @@
 
 #include "moe/activation.hpp"
 #include "moe/expert_slots.hpp"
+#include "moe/plain_rows.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
@@ -16,8 +17,6 @@
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kTokenBlock = 64;     // rows of one expert that share a decoded weight row
-constexpr int64_t kColumnBlock = 1024;  // weights decoded at a time: 4 KiB of stack, stays in L1
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 
 // sums[t] = row `row` of the matrix times inputs[t], for the rows of a token block.
@@ -80,16 +79,12 @@ void QuantizeForProjection(const ActivationFormat& format, std::span<const int32
 // Row `index` of plain or quantized rows, as floats. BatchedExperts rows count through all experts.
 void LoadRow(const ExpertRows& rows, const ActivationFormat& format, int64_t index, int64_t width,
              float* out) {
-  const auto at = [index](TensorView view) {
-    return view.rank() == 3 ? view.data() + index / view.dim(1) * view.stride_bytes(0) +
-                                  index % view.dim(1) * view.stride_bytes(1)
-                            : view.data() + index * view.stride_bytes(0);
-  };
+  const std::byte* values = RowAt(rows.values, index);
   if (rows.quantized) {
-    DequantizeRow(format, rows.tensor_scale == nullptr ? 1.0F : *rows.tensor_scale, at(rows.values),
-                  rows.block_scale.empty() ? nullptr : at(rows.block_scale), width, out);
+    DequantizeRow(format, rows.tensor_scale == nullptr ? 1.0F : *rows.tensor_scale, values,
+                  rows.block_scale.empty() ? nullptr : RowAt(rows.block_scale, index), width, out);
   } else {
-    DecodeRow(rows.values.dtype(), at(rows.values), 0, width, out);
+    DecodeRow(rows.values.dtype(), values, 0, width, out);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "moe/expert_slots.hpp"
+#include "moe/plain_rows.hpp"
 #include "moe/rows.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"

@@ -28,7 +28,6 @@ class ContractExperts final : public Experts {
                const Executor& executor) const override;
 
  private:
-  static constexpr int64_t kTokenBlock = 64;  // rows of an expert that share a decoded weight row
   // Rows of the batch by local expert.
   struct Batch {
     int32_t* offsets = nullptr;  // [E_local + 1]

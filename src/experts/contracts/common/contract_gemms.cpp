@@ -4,6 +4,7 @@
 
 #include "experts/contracts/common/contract_experts.hpp"
 #include "moe/activation.hpp"
+#include "moe/plain_rows.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
@@ -11,7 +12,6 @@
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kColumnBlock = 1024;  // weights decoded at a time: stays in L1
 constexpr auto kFloat = static_cast<int64_t>(sizeof(float));
 
 float ScaleAt(const std::vector<float>& values, int64_t expert) {
@@ -30,12 +30,7 @@ float ContractExperts::Rounded(double value) const {
 
 void ContractExperts::LoadRow(const Batch& batch, int32_t row, float* out) const {
   const TensorView values = batch.source->values;
-  const int64_t index = row / batch.rows_per_token;
-  const std::byte* data = values.rank() == 3
-                              ? values.data() + index / values.dim(1) * values.stride_bytes(0) +
-                                    index % values.dim(1) * values.stride_bytes(1)
-                              : values.data() + index * values.stride_bytes(0);
-  DecodeRow(values.dtype(), data, 0, config_.hidden, out);
+  DecodeRow(values.dtype(), RowAt(values, row / batch.rows_per_token), 0, config_.hidden, out);
   if (batch.weight_input) {
     for (int64_t col = 0; col < config_.hidden; ++col) {
       out[col] *= batch.weights[row];
