@@ -70,6 +70,23 @@ TEST(CpuCostsFile_Malformed, NamesTheField) {
   }
 }
 
+TEST(CpuCostsFile_BadWholeNumber, SaysWhatThatFieldMayBe) {
+  const std::string text = ToJson(Example());
+  const auto message = [&](const std::string& from, const std::string& to) {
+    return ParseCpuCosts(Replaced(text, from, to)).status().message();
+  };
+  for (const char* threads : {"0", "-1", "1.5", "65537", "1e300", "\"2\"", "null"}) {
+    EXPECT_TRUE(message("\"threads\": 2", std::string("\"threads\": ") + threads)
+                    .ends_with("it must be an integer from 1 to 65536"))
+        << threads;
+  }
+  for (const char* version : {"0", "-1", "1.5", "2", "1e300", "\"1\"", "null"}) {
+    EXPECT_TRUE(message("\"schema_version\": 1", std::string("\"schema_version\": ") + version)
+                    .ends_with("it must be 1"))
+        << version;
+  }
+}
+
 TEST(CpuCostsFile_OfAnotherMachineOrBuild, IsRefused) {
   const test::TemporaryDirectory directory;
   const std::string path = directory / "costs.json";

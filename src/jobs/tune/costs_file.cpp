@@ -1,4 +1,4 @@
-#include <cmath>
+#include <algorithm>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -7,6 +7,7 @@
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/version.hpp>
 
+#include "core/checked_math.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe {
@@ -17,6 +18,7 @@ using Json = nlohmann::ordered_json;
 constexpr int kSchemaVersion = 1;
 constexpr double kMostNanoseconds = 1e12;
 constexpr size_t kMostRows = 4096;
+constexpr int kMostThreads = 65536;
 
 /// Takes the members of one object; the first mistake stays.
 class Reader {
@@ -63,6 +65,19 @@ class Reader {
     if (!field->is_number() || !(value >= 0) || value > kMostNanoseconds) {
       Refuse(key, *field, fmt::format("a number from 0 to {:g}", kMostNanoseconds));
     }
+  }
+  void Integer(const char* key, int& value, int low, int high) {
+    const Json* field = Take(key);
+    if (field == nullptr) {
+      return;
+    }
+    const auto number = field->is_number() ? ExactInteger(field->get<double>()) : std::nullopt;
+    if (!number || *number < low || *number > high) {
+      Refuse(key, *field,
+             low == high ? fmt::format("{}", low) : fmt::format("an integer from {} to {}", low, high));
+      return;
+    }
+    value = static_cast<int>(*number);
   }
   void Path(const char* key, CpuPathCost& cost, double& misfit) {
     const Json* field = Take(key);
@@ -155,28 +170,21 @@ Result<CpuCosts> ParseCpuCosts(std::string_view json) {
   CpuCosts costs;
   Reader reader(object, "");
   std::string kind;
-  double version = 0, threads = 0;
-  reader.Number("schema_version", version);
+  int version = 0;
+  reader.Integer("schema_version", version, kSchemaVersion, kSchemaVersion);
   reader.Text("kind", kind);
   reader.Text("cpu", costs.cpu);
   reader.Text("version", costs.version);
-  reader.Number("threads", threads);
+  reader.Integer("threads", costs.threads, 1, kMostThreads);
   const Json* rows = reader.Take("costs");
   if (rows != nullptr && (!rows->is_array() || rows->size() > kMostRows)) {
     reader.Refuse("costs", rows->is_array() ? Json("longer") : *rows,
                   fmt::format("an array of at most {} objects", kMostRows));
   }
   FMOE_RETURN_IF_ERROR(reader.status());
-  if (version != kSchemaVersion || kind != "cpu_costs") {
-    return Status::BadInput(
-        fmt::format("fields 'schema_version' and 'kind' are {:g} and '{}'; this build reads {} and "
-                    "'cpu_costs'",
-                    version, kind, kSchemaVersion));
+  if (kind != "cpu_costs") {
+    return Status::BadInput(fmt::format("field 'kind' is '{}'; it must be 'cpu_costs'", kind));
   }
-  if (threads < 1 || threads > 65536 || threads != std::floor(threads)) {
-    return Status::BadInput(fmt::format("field 'threads' is {:g}; it must be 1 to 65536", threads));
-  }
-  costs.threads = static_cast<int>(threads);
   for (size_t index = 0; index < rows->size(); ++index) {
     FMOE_ASSIGN_OR_RETURN(CpuCostRow row, ReadRow((*rows)[index], index));
     costs.rows.push_back(std::move(row));
