@@ -158,8 +158,6 @@ Status ResolveGroups(const ModelConfig& config, RoutingConfig& routing) {
   return Status::Ok();
 }
 
-}  // namespace
-
 // The clamp of such keys; 0, which is none, where the configuration switches clamps off.
 Result<std::optional<double>> ReadLimit(const ModelConfig& config, std::string_view keys, int64_t layer) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<bool> clamps, config.Boolean("use_swiglu_clamp"));
@@ -168,6 +166,61 @@ Result<std::optional<double>> ReadLimit(const ModelConfig& config, std::string_v
   }
   return config.Number(keys, layer);
 }
+
+Status CheckGate(const ModelConfig& config, const Family& family, const ActivationSpec& spec, bool has_gate) {
+  if (spec.gated() && !has_gate && family.activation.gated) {
+    return Status::BadInput(
+               fmt::format("the gate projections of the experts are missing: a tensor of a name that is not "
+                           "known, perhaps; the activation {} of {} needs them",
+                           ActivationName(spec.kind), family.name))
+        .WithFile(config.path());
+  }
+  if (spec.gated() != has_gate) {
+    return Status::Unsupported(
+               fmt::format("the activation {} {} a gate projection, and the checkpoint has {}",
+                           ActivationName(spec.kind), spec.gated() ? "needs" : "has no use for",
+                           has_gate ? "one" : "none"))
+        .WithFile(config.path());
+  }
+  return Status::Ok();
+}
+
+// The clamp, with the slopes that come with it, where the family has one.
+Status ReadLimits(const ModelConfig& config, const Family& family, int64_t layer, ActivationSpec& spec) {
+  const FamilyActivation& row = family.activation;
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, ReadLimit(config, kLimitKeys, layer));
+  std::string_view limit_key, kind_key = "hidden_act";
+  config.Find(kLimitKeys, &limit_key);
+  config.Find(kActivationKeys, &kind_key);
+  if (!row.has_limit && limit.value_or(0.0) > 0.0) {
+    return Status::Unsupported(fmt::format("'{}' is {}: how experts of {} clamp is not known", limit_key,
+                                           *limit, family.name))
+        .WithFile(config.path());
+  }
+  if (!row.has_limit) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> alpha, config.Number("swiglu_alpha", -1));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> beta, config.Number("swiglu_beta", -1));
+  spec.alpha = static_cast<float>(alpha.value_or(spec.alpha));
+  spec.beta = static_cast<float>(beta.value_or(spec.beta));
+  spec.limit = static_cast<float>(limit.value_or(spec.limit));
+  if (spec.limit < 0.0F && spec.kind != ActivationKind::kSwigluOai) {
+    spec.limit = 0.0F;  // Hunyuan 4 and K-EXAONE: none
+  }
+  if (spec.limit < 0.0F) {
+    return Status::BadInput(fmt::format("'{}' is {}; at least 0 is needed", limit_key, spec.limit))
+        .WithFile(config.path());
+  }
+  if (row.silu_is_kind && spec.kind != row.kind && spec.limit > 0.0F) {
+    return Status::Unsupported(fmt::format("'{}' is {} and '{}' {}: {} clamps silu alone", limit_key,
+                                           spec.limit, kind_key, ActivationName(spec.kind), family.name))
+        .WithFile(config.path());
+  }
+  return Status::Ok();
+}
+
+}  // namespace
 
 Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family& family, int64_t layer,
                                          bool has_gate) {
@@ -191,57 +244,11 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
       spec.kind = *ungated;
     }
   }
-  if (spec.gated() && !has_gate && row.gated) {
-    return Status::BadInput(
-               fmt::format("the gate projections of the experts are missing: a tensor of a name that is not "
-                           "known, perhaps; the activation {} of {} needs them",
-                           ActivationName(spec.kind), family.name))
-        .WithFile(config.path());
-  }
-  if (spec.gated() != has_gate) {
-    return Status::Unsupported(
-               fmt::format("the activation {} {} a gate projection, and the checkpoint has {}",
-                           ActivationName(spec.kind), spec.gated() ? "needs" : "has no use for",
-                           has_gate ? "one" : "none"))
-        .WithFile(config.path());
-  }
-  FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, ReadLimit(config, kLimitKeys, layer));
-  std::string_view limit_key, kind_key = "hidden_act";
-  config.Find(kLimitKeys, &limit_key);
-  config.Find(kActivationKeys, &kind_key);
-  if (!row.has_limit && limit.value_or(0.0) > 0.0) {
-    return Status::Unsupported(fmt::format("'{}' is {}: how experts of {} clamp is not known", limit_key,
-                                           *limit, family.name))
-        .WithFile(config.path());
-  }
+  FMOE_RETURN_IF_ERROR(CheckGate(config, family, spec, has_gate));
   if (spec.kind == ActivationKind::kSitu) {
     FMOE_RETURN_IF_ERROR(ReadSitu(config, spec));
   }
-  if (row.has_limit) {
-    FMOE_ASSIGN_OR_RETURN(const std::optional<double> alpha, config.Number("swiglu_alpha", -1));
-    FMOE_ASSIGN_OR_RETURN(const std::optional<double> beta, config.Number("swiglu_beta", -1));
-    if (alpha) {
-      spec.alpha = static_cast<float>(*alpha);
-    }
-    if (beta) {
-      spec.beta = static_cast<float>(*beta);
-    }
-    if (limit) {
-      spec.limit = static_cast<float>(*limit);
-    }
-    if (spec.limit < 0.0F && spec.kind != ActivationKind::kSwigluOai) {
-      spec.limit = 0.0F;  // Hunyuan 4 and K-EXAONE: none
-    }
-    if (spec.limit < 0.0F) {
-      return Status::BadInput(fmt::format("'{}' is {}; at least 0 is needed", limit_key, spec.limit))
-          .WithFile(config.path());
-    }
-    if (row.silu_is_kind && spec.kind != row.kind && spec.limit > 0.0F) {
-      return Status::Unsupported(fmt::format("'{}' is {} and '{}' {}: {} clamps silu alone", limit_key,
-                                             spec.limit, kind_key, ActivationName(spec.kind), family.name))
-          .WithFile(config.path());
-    }
-  }
+  FMOE_RETURN_IF_ERROR(ReadLimits(config, family, layer, spec));
   return WithoutLimit(spec);
 }
 
