@@ -11,6 +11,7 @@
 #include "checkpoint/files/tensor_store.hpp"
 #include "checkpoint/gguf/gguf_model.hpp"
 #include "checkpoint/layers/families.hpp"
+#include "checkpoint/layers/layer_prefixes.hpp"
 #include "checkpoint/layers/layer_spec.hpp"
 #include "checkpoint/layers/model_config.hpp"
 #include "checkpoint/matrices/expert_loader.hpp"

@@ -121,72 +121,86 @@ std::vector<int64_t> FirstExperts(const TensorStore& store, const std::string& l
   return experts;
 }
 
+std::optional<ExpertNames> FindPerExpert(const TensorStore& store, const std::string& block,
+                                         const PerExpertSpelling& spelling) {
+  const auto list = [&](std::string_view word) {
+    return spelling.expert_last ? fmt::format("{}{}.{}.", block, spelling.list, word)
+                                : fmt::format("{}{}.", block, spelling.list);
+  };
+  std::vector<int64_t> first = FirstExperts(store, list(spelling.up));
+  if (first.empty() && spelling.expert_last) {
+    first = FirstExperts(store, list(spelling.down));
+  }
+  if (first.empty()) {
+    return std::nullopt;
+  }
+  const auto name = [&](std::string_view word) {
+    return spelling.expert_last ? fmt::format("{}{}.{}.{{e}}", block, spelling.list, word)
+                                : fmt::format("{}{}.{{e}}.{}", block, spelling.list, word);
+  };
+  ExpertNames names;
+  names.form = spelling.form;
+  names.gate = spelling.gate.empty() ? "" : name(spelling.gate);
+  names.up = name(spelling.up);
+  names.down = name(spelling.down);
+  // A lost tensor must not make the experts unrecognisable: any projection of two will do, but a gated
+  // spelling needs a gate, since ungated experts share the other names.
+  const bool gated = !names.gate.empty() || names.joins_gate_up();
+  std::optional<std::string_view> suffix, gate_suffix;
+  for (const int64_t expert : first) {
+    if (!gate_suffix && gated) {
+      gate_suffix = WeightSuffix(store, names.joins_gate_up() ? names.Up(expert) : names.Gate(expert));
+    }
+    if (!suffix) {
+      suffix = WeightSuffix(store, names.Down(expert));
+    }
+    if (!suffix) {
+      suffix = WeightSuffix(store, names.Up(expert));
+    }
+  }
+  if (gated) {
+    suffix = gate_suffix;
+  }
+  if (!suffix) {
+    return std::nullopt;
+  }
+  names.weight_suffix = suffix->empty() ? "" : ".weight";
+  return names;
+}
+
+std::optional<ExpertNames> FindFused(const TensorStore& store, const std::string& block,
+                                     const FusedSpelling& spelling) {
+  const std::string up = block + std::string(spelling.up);
+  const auto suffix = WeightSuffix(store, up);
+  if (!suffix || !IsStack(store, up + std::string(*suffix), spelling.flattened)) {
+    return std::nullopt;
+  }
+  ExpertNames names;
+  names.form = spelling.form;
+  names.gate = spelling.gate.empty() ? "" : block + std::string(spelling.gate);
+  if (!names.gate.empty() && !WeightSuffix(store, names.gate)) {
+    return std::nullopt;
+  }
+  names.up = up;
+  names.down = block + std::string(spelling.down);
+  names.weight_suffix = suffix->starts_with(".weight") ? ".weight" : "";
+  names.flattened = spelling.flattened;
+  return names;
+}
+
 std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::string& block) {
   if (store.Below(block).empty()) {
     return std::nullopt;
   }
   for (const PerExpertSpelling& spelling : kPerExpert) {
-    const auto list = [&](std::string_view word) {
-      return spelling.expert_last ? fmt::format("{}{}.{}.", block, spelling.list, word)
-                                  : fmt::format("{}{}.", block, spelling.list);
-    };
-    std::vector<int64_t> first = FirstExperts(store, list(spelling.up));
-    if (first.empty() && spelling.expert_last) {
-      first = FirstExperts(store, list(spelling.down));
+    if (auto names = FindPerExpert(store, block, spelling)) {
+      return names;
     }
-    if (first.empty()) {
-      continue;
-    }
-    const auto name = [&](std::string_view word) {
-      return spelling.expert_last ? fmt::format("{}{}.{}.{{e}}", block, spelling.list, word)
-                                  : fmt::format("{}{}.{{e}}.{}", block, spelling.list, word);
-    };
-    ExpertNames names;
-    names.form = spelling.form;
-    names.gate = spelling.gate.empty() ? "" : name(spelling.gate);
-    names.up = name(spelling.up);
-    names.down = name(spelling.down);
-    // A lost tensor must not make the experts unrecognisable: any projection of two will do, but a gated
-    // spelling needs a gate, since ungated experts share the other names.
-    const bool gated = !names.gate.empty() || names.joins_gate_up();
-    std::optional<std::string_view> suffix, gate_suffix;
-    for (const int64_t expert : first) {
-      if (!gate_suffix && gated) {
-        gate_suffix = WeightSuffix(store, names.joins_gate_up() ? names.Up(expert) : names.Gate(expert));
-      }
-      if (!suffix) {
-        suffix = WeightSuffix(store, names.Down(expert));
-      }
-      if (!suffix) {
-        suffix = WeightSuffix(store, names.Up(expert));
-      }
-    }
-    if (gated) {
-      suffix = gate_suffix;
-    }
-    if (!suffix) {
-      continue;
-    }
-    names.weight_suffix = suffix->empty() ? "" : ".weight";
-    return names;
   }
   for (const FusedSpelling& spelling : kFused) {
-    const std::string up = block + std::string(spelling.up);
-    const auto suffix = WeightSuffix(store, up);
-    if (!suffix || !IsStack(store, up + std::string(*suffix), spelling.flattened)) {
-      continue;
+    if (auto names = FindFused(store, block, spelling)) {
+      return names;
     }
-    ExpertNames names;
-    names.form = spelling.form;
-    names.gate = spelling.gate.empty() ? "" : block + std::string(spelling.gate);
-    if (!names.gate.empty() && !WeightSuffix(store, names.gate)) {
-      continue;
-    }
-    names.up = up;
-    names.down = block + std::string(spelling.down);
-    names.weight_suffix = suffix->starts_with(".weight") ? ".weight" : "";
-    names.flattened = spelling.flattened;
-    return names;
   }
   return std::nullopt;
 }
@@ -279,36 +293,6 @@ void FindRouter(const TensorStore& store, const Family& family, LayerNames* name
   names->hash_table = FirstPresent(store, names->block, "", kHashTables);
 }
 
-// Names that hold layers of something else than the language model.
-bool IsForeign(std::string_view prefix) {
-  for (const std::string_view word : {"vision", "visual", "audio", "mtp", "talker", "draft", "encoder",
-                                      "code2wav", "speech", "resampler", "eagle"}) {
-    if (prefix.find(word) != std::string_view::npos) {
-      return true;
-    }
-  }
-  return false;
-}
-
-// The end of "...layers.N." in a name and the number, or nothing.
-std::optional<std::pair<size_t, int64_t>> LayerEnd(std::string_view name) {
-  for (const std::string_view word : {"layers.", "blocks.", "block.", "h.", "layer.", "blk."}) {
-    for (size_t at = name.find(word); at != std::string_view::npos; at = name.find(word, at + 1)) {
-      if (at != 0 && name[at - 1] != '.') {
-        continue;
-      }
-      const size_t digits = at + word.size();
-      int64_t layer = 0;
-      const char* end = name.data() + name.size();
-      const auto parsed = std::from_chars(name.data() + digits, end, layer);
-      if (parsed.ec == std::errc() && parsed.ptr != end && *parsed.ptr == '.' && layer >= 0) {
-        return std::make_pair(static_cast<size_t>(parsed.ptr - name.data()) + 1, layer);
-      }
-    }
-  }
-  return std::nullopt;
-}
-
 }  // namespace
 
 std::string BlockName(const std::string& prefix, std::string_view word) {
@@ -323,49 +307,6 @@ std::string ExpertNames::Up(int64_t expert) const {
 }
 std::string ExpertNames::Down(int64_t expert) const {
   return Substitute(down, expert);
-}
-
-std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
-  struct Stack {
-    std::map<int64_t, std::string> layers;
-    bool has_experts = false;
-  };
-  // Tensors of a layer follow one another in most files, so the last answer is usually this one too.
-  std::map<std::string, Stack> by_stem;
-  Stack* current = nullptr;
-  std::string_view last;
-  for (const TensorInfo& info : store.tensors()) {
-    const std::string_view name = info.name;
-    const bool expert = name.find("expert") != std::string_view::npos;
-    if (!last.empty() && name.starts_with(last)) {
-      if (current != nullptr) {
-        current->has_experts |= expert;
-      }
-      continue;
-    }
-    const auto end = LayerEnd(name);
-    if (!end) {
-      continue;
-    }
-    current = nullptr;
-    last = name.substr(0, end->first);
-    const std::string_view stem = last.substr(0, last.size() - 1 - std::to_string(end->second).size());
-    if (IsForeign(stem)) {
-      continue;
-    }
-    current = &by_stem[std::string(stem)];
-    current->layers.emplace(end->second, std::string(last));
-    current->has_experts |= expert;
-  }
-  // The stack with the most layers is the model, and one with experts rather than one without.
-  const Stack* best = nullptr;
-  for (const auto& [stem, stack] : by_stem) {
-    const auto rank = [](const Stack& one) { return std::make_pair(one.has_experts, one.layers.size()); };
-    if (best == nullptr || rank(stack) > rank(*best)) {
-      best = &stack;
-    }
-  }
-  return best == nullptr ? std::map<int64_t, std::string>() : best->layers;
 }
 
 std::string RemainsOfExperts(const TensorStore& store, const Family& family, const std::string& prefix) {

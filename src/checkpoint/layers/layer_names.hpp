@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -66,9 +65,6 @@ struct LayerNames {
 
 /// The block that a word of Family::blocks names, with the dot; ".": the layer itself.
 std::string BlockName(const std::string& prefix, std::string_view word);
-
-/// The layers of a checkpoint: number -> "model.layers.N.", of the language model alone.
-std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store);
 
 /// The names of a layer, or nothing when it has no routed experts.
 std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
