@@ -55,6 +55,48 @@ constexpr Key kKeys[] = {
     {"hash_layer_count", "num_hash_layers"},
 };
 
+// The members of config.json that the file has under its own keys, each behind a comma.
+Result<std::string> CopyKeys(const GgufHeader& header, const std::string& stem, const std::string& path) {
+  std::string json;
+  for (const Key& key : kKeys) {
+    const GgufValue* value = header.Find(stem + std::string(key.gguf));
+    if (value == nullptr) {
+      continue;
+    }
+    const bool numbers =
+        value->kind != GgufValue::Kind::kString && !value->numbers.empty() &&
+        std::all_of(value->numbers.begin(), value->numbers.end(), [](double x) { return std::isfinite(x); });
+    if (!numbers) {
+      return Status::BadInput(fmt::format("'{}{}' is no finite number or short list of such", stem, key.gguf))
+          .WithFile(path);
+    }
+    if ((key.gguf == "moe_latent_size" || key.gguf == "expert_latent_length") && !value->is_list &&
+        value->numbers.front() == 0.0) {
+      continue;  // none
+    }
+    json += fmt::format(",\"{}\":{}", key.config, AsJson(*value));
+  }
+  return json;
+}
+
+Status AddScaling(const GgufHeader& header, const std::string& stem, const std::string& path,
+                  std::string& json) {
+  const GgufValue* scale = header.Find(stem + "expert_weights_scale");
+  if (scale == nullptr) {
+    return Status::Ok();
+  }
+  // Zero stands for "none".
+  if (scale->is_list || scale->numbers.empty() || !std::isfinite(scale->numbers.front()) ||
+      scale->numbers.front() < 0.0) {
+    return Status::BadInput(fmt::format("'{}expert_weights_scale' is no finite number of 0 or more", stem))
+        .WithFile(path);
+  }
+  if (scale->numbers.front() != 0.0) {
+    json += fmt::format(",\"routed_scaling_factor\":{}", AsJson(*scale));
+  }
+  return Status::Ok();
+}
+
 // The scores of the router; 0 where the file does not say. "deepseek2" holds models of both: of those files
 // that say nothing, GLM-4.7-Flash has a correction bias, which belongs to sigmoids, and DeepSeek-V2 none.
 Result<int64_t> GatingFunctionOf(const GgufHeader& header, const TensorStore& store,
@@ -89,25 +131,7 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
         .WithHint("docs/checkpoints.md lists those that are read");
   }
   const std::string stem = named->text + ".";
-  std::string json;
-  for (const Key& key : kKeys) {
-    const GgufValue* value = header.Find(stem + std::string(key.gguf));
-    if (value == nullptr) {
-      continue;
-    }
-    const bool numbers =
-        value->kind != GgufValue::Kind::kString && !value->numbers.empty() &&
-        std::all_of(value->numbers.begin(), value->numbers.end(), [](double x) { return std::isfinite(x); });
-    if (!numbers) {
-      return Status::BadInput(fmt::format("'{}{}' is no finite number or short list of such", stem, key.gguf))
-          .WithFile(path);
-    }
-    if ((key.gguf == "moe_latent_size" || key.gguf == "expert_latent_length") && !value->is_list &&
-        value->numbers.front() == 0.0) {
-      continue;  // none
-    }
-    json += fmt::format(",\"{}\":{}", key.config, AsJson(*value));
-  }
+  FMOE_ASSIGN_OR_RETURN(std::string json, CopyKeys(header, stem, path));
   if (named->text == "kimi-k3") {  // no key names its activation, and those of its bounds must be there
     const std::string bound = stem + "activation.situ_beta";
     if (header.Find(bound) == nullptr) {
@@ -116,17 +140,7 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
     }
     json += ",\"hidden_act\":\"situ\"";
   }
-  if (const GgufValue* scale = header.Find(stem + "expert_weights_scale"); scale != nullptr) {
-    // Zero stands for "none".
-    if (scale->is_list || scale->numbers.empty() || !std::isfinite(scale->numbers.front()) ||
-        scale->numbers.front() < 0.0) {
-      return Status::BadInput(fmt::format("'{}expert_weights_scale' is no finite number of 0 or more", stem))
-          .WithFile(path);
-    }
-    if (scale->numbers.front() != 0.0) {
-      json += fmt::format(",\"routed_scaling_factor\":{}", AsJson(*scale));
-    }
-  }
+  FMOE_RETURN_IF_ERROR(AddScaling(header, stem, path, json));
   FMOE_ASSIGN_OR_RETURN(const int64_t scores, GatingFunctionOf(header, store, named->text, path));
   if (const std::string_view word = kScoreWords[scores]; !word.empty()) {
     json += fmt::format(",\"scoring_func\":\"{}\"", word);
