@@ -109,6 +109,25 @@ std::string BiasOf(const std::string& weight) {
   return weight.empty() ? weight : weight.substr(0, weight.rfind('.')) + ".bias";
 }
 
+// All that the experts of a layer have, of names in order.
+std::vector<std::string_view> TensorsOfExperts(const LayerContext& layer,
+                                               const std::vector<std::string_view>& sorted) {
+  const bool fused = !layer.spec.names.experts.per_expert();
+  std::vector<std::string_view> tensors;
+  for (int64_t expert = 0; expert < (fused ? 1 : layer.spec.config.num_experts); ++expert) {
+    for (const Projection projection : Projections(layer)) {
+      const std::string module = Locate(layer, expert, projection).place.base;
+      for (auto name = std::lower_bound(sorted.begin(), sorted.end(), module);
+           name != sorted.end() && name->starts_with(module); ++name) {
+        if (Belongs(*name, module, fused)) {
+          tensors.push_back(*name);
+        }
+      }
+    }
+  }
+  return tensors;
+}
+
 }  // namespace
 
 std::string TargetModule(const SourceLayer& layer, int64_t expert, Projection projection) {
@@ -183,20 +202,10 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
     const checkpoint::LayerSpec& spec = layer.context->spec;
     layer.gated = spec.config.activation.gated();
     layer.has_bias = spec.config.has_bias && spec.names.output_bias.empty();
-    const bool fused = !spec.names.experts.per_expert();
-    for (int64_t expert = 0; expert < (fused ? 1 : spec.config.num_experts); ++expert) {
-      for (const Projection projection : Projections(*layer.context)) {
-        const std::string module = Locate(*layer.context, expert, projection).place.base;
-        for (auto name = std::lower_bound(sorted.begin(), sorted.end(), module);
-             name != sorted.end() && name->starts_with(module); ++name) {
-          if (!Belongs(*name, module, fused)) {
-            continue;
-          }
-          rewriter.expert_tensors_.insert(*name);
-          if (name->ends_with("bias")) {
-            layer.bias_dtype = Access::Store(*source).Find(*name)->dtype;
-          }
-        }
+    for (const std::string_view name : TensorsOfExperts(*layer.context, sorted)) {
+      rewriter.expert_tensors_.insert(name);
+      if (name.ends_with("bias")) {
+        layer.bias_dtype = Access::Store(*source).Find(name)->dtype;
       }
     }
     // MLX stores norms and convolutions of some models in ways of its own.

@@ -72,6 +72,41 @@ Result<std::vector<CanonicalMatrix>> Requantize(std::span<const CanonicalMatrix*
   return result;
 }
 
+// Folds smoothing into scales where it is one factor for all inputs of a matrix: into copies, which
+// `matrices` then point to. Whether no matrix keeps its own.
+bool FoldAll(std::vector<CanonicalMatrix>& folded, std::vector<const CanonicalMatrix*>& matrices) {
+  bool all = true;
+  for (size_t index = 0; index < matrices.size(); ++index) {
+    const CanonicalMatrix& given = *matrices[index];
+    const std::optional<float> factor = UniformSmoothing(given);
+    // Without a tensor scale only the factor 1 goes anywhere.
+    const bool folds = factor && (*factor == 1.0F || given.tensor_scale);
+    all &= folds;
+    if (folds && !given.pre_quant_scale.empty()) {
+      folded[index] = given;
+      FoldSmoothing(*factor, folded[index]);
+      matrices[index] = &folded[index];
+    }
+  }
+  return all;
+}
+
+// All of them with their codes in `result`, or why one cannot keep them.
+Result<std::string> TryKeepCodes(std::span<const CanonicalMatrix* const> matrices, const Target& target,
+                                 std::vector<CanonicalMatrix>& result) {
+  for (const CanonicalMatrix* matrix : matrices) {
+    if (std::string why = WhyNotKept(*matrix, target); !why.empty()) {
+      return why;
+    }
+    FMOE_ASSIGN_OR_RETURN(CanonicalMatrix to, KeepCodes(*matrix, target));
+    if (to.empty()) {
+      return std::string("the target's type of scales does not hold those that are there");
+    }
+    result.push_back(std::move(to));
+  }
+  return std::string();
+}
+
 }  // namespace
 
 void Smooth(const CanonicalMatrix& matrix, float* row) {
@@ -107,34 +142,12 @@ Result<std::vector<CanonicalMatrix>> Transform(std::span<const CanonicalMatrix* 
   }
   std::vector<CanonicalMatrix> folded(given.size());
   std::vector<const CanonicalMatrix*> matrices(given.begin(), given.end());
-  bool smoothed = false;
-  for (size_t index = 0; index < given.size() && !target.storage.smoothing; ++index) {
-    const std::optional<float> factor = UniformSmoothing(*given[index]);
-    // Without a tensor scale only the factor 1 goes anywhere.
-    const bool folds = factor && (*factor == 1.0F || given[index]->tensor_scale);
-    smoothed |= !folds;
-    if (folds && !given[index]->pre_quant_scale.empty()) {
-      folded[index] = *given[index];
-      FoldSmoothing(*factor, folded[index]);
-      matrices[index] = &folded[index];
-    }
-  }
+  const bool smoothed = !target.storage.smoothing && !FoldAll(folded, matrices);
   const WeightFormat& format = matrices.front()->format;
   std::string why = smoothed ? "its inputs are multiplied by factors of each channel" : "";
   if (!smoothed && SameCodes(format, target.format)) {
-    for (const CanonicalMatrix* matrix : matrices) {
-      why = WhyNotKept(*matrix, target);
-      if (!why.empty()) {
-        break;
-      }
-      FMOE_ASSIGN_OR_RETURN(CanonicalMatrix to, KeepCodes(*matrix, target));
-      if (to.empty()) {
-        why = "the target's type of scales does not hold those that are there";
-        break;
-      }
-      result.push_back(std::move(to));
-    }
-    if (result.size() == matrices.size()) {
+    FMOE_ASSIGN_OR_RETURN(why, TryKeepCodes(matrices, target, result));
+    if (why.empty()) {
       return result;
     }
   }
