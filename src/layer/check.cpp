@@ -19,6 +19,8 @@
 namespace fusedmoe {
 namespace {
 
+constexpr std::initializer_list<DType> kFloats = {DType::kF32, DType::kBF16, DType::kF16};
+
 // A matrix of exactly this shape, in one of these dtypes.
 Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t cols,
                    std::initializer_list<DType> accepted) {
@@ -80,6 +82,25 @@ bool Overlap(TensorView a, TensorView b) {
   }
   const int64_t apart = ((begin(b) - begin(a)) % stride + stride) % stride;  // from a row of a to one of b
   return apart < a.row_bytes() || stride - apart < b.row_bytes();
+}
+
+// For the rows of `hidden`: the output, and ids and weights where they are given back.
+Status CheckOutputs(const MoeLayer::Outputs& outputs, const MoeConfig& config, TensorView hidden) {
+  const int64_t num_tokens = hidden.dim(0);
+  FMOE_RETURN_IF_ERROR(
+      CheckMatrix("output", outputs.output, num_tokens, config.hidden, {hidden.dtype(), DType::kF32}));
+  FMOE_RETURN_IF_ERROR(CheckRowsApart("output", outputs.output));
+  if (!outputs.topk_ids.empty()) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("output topk_ids", outputs.topk_ids, num_tokens, config.top_k(), {DType::kI32}));
+    FMOE_RETURN_IF_ERROR(CheckRowsApart("output topk_ids", outputs.topk_ids));
+  }
+  if (!outputs.topk_weights.empty()) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("output topk_weights", outputs.topk_weights, num_tokens, config.top_k(), {DType::kF32}));
+    FMOE_RETURN_IF_ERROR(CheckRowsApart("output topk_weights", outputs.topk_weights));
+  }
+  return Status::Ok();
 }
 
 // Ids and weights that are given back are written before hidden and output are done with; what the choice is
@@ -206,8 +227,8 @@ Result<ExpertSource> MadeAlike(const ExpertSource& experts, const Executor& exec
 
 Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t num_logits) {
   if (!router.weight.empty()) {
-    FMOE_RETURN_IF_ERROR(CheckMatrix("router weight", router.weight.view(), num_logits, config.hidden,
-                                     {DType::kF32, DType::kBF16, DType::kF16}));
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("router weight", router.weight.view(), num_logits, config.hidden, kFloats));
   }
   const std::tuple<std::string_view, const Tensor*, bool> vectors[] = {
       {"router bias", &router.bias, config.has_router_bias},
@@ -278,8 +299,35 @@ Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
   return Status::Ok();
 }
 
+// Who routes: the caller by ids or by logits, or the layer.
+Status MoeLayer::Impl::CheckChoice(const Inputs& inputs) const {
+  const int64_t num_tokens = inputs.hidden.dim(0);
+  const bool has_ids = !inputs.topk_ids.empty();
+  if (has_ids != !inputs.topk_weights.empty()) {
+    return Status::Usage("topk_ids and topk_weights come together; one of them is missing");
+  }
+  if (has_ids && !inputs.router_logits.empty()) {
+    return Status::Usage("both router_logits and topk_ids are given; give one of them");
+  }
+  if (has_ids) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("topk_ids", inputs.topk_ids, num_tokens, config.top_k(), {DType::kI32, DType::kI64}));
+    return CheckMatrix("topk_weights", inputs.topk_weights, num_tokens, config.top_k(), kFloats);
+  }
+  if (config.routing.method == RoutingMethod::kCustom && !config.routing.custom) {
+    return Status::Usage(
+        "the layer has no router of its own, the caller routes: topk_ids and topk_weights are needed");
+  }
+  if (!inputs.router_logits.empty()) {
+    return CheckMatrix("router_logits", inputs.router_logits, num_tokens, num_logits(), kFloats);
+  }
+  if (router.weight.empty()) {
+    return Status::Usage("the layer has no router: give router_logits, or topk_ids with topk_weights");
+  }
+  return Status::Ok();
+}
+
 Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs) const {
-  const std::initializer_list<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
   if (inputs.hidden.rank() != 2 || inputs.hidden.dim(0) < 0) {
     const std::string actual = inputs.hidden.empty() && inputs.hidden.rank() == 0
                                    ? "is missing"
@@ -287,20 +335,8 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
     return Status::Usage(fmt::format("hidden {}, the layer needs [tokens, {}]", actual, config.hidden));
   }
   const int64_t num_tokens = inputs.hidden.dim(0);
-  FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, floats));
-  FMOE_RETURN_IF_ERROR(
-      CheckMatrix("output", outputs.output, num_tokens, config.hidden, {inputs.hidden.dtype(), DType::kF32}));
-  FMOE_RETURN_IF_ERROR(CheckRowsApart("output", outputs.output));
-  if (!outputs.topk_ids.empty()) {
-    FMOE_RETURN_IF_ERROR(
-        CheckMatrix("output topk_ids", outputs.topk_ids, num_tokens, config.top_k(), {DType::kI32}));
-    FMOE_RETURN_IF_ERROR(CheckRowsApart("output topk_ids", outputs.topk_ids));
-  }
-  if (!outputs.topk_weights.empty()) {
-    FMOE_RETURN_IF_ERROR(
-        CheckMatrix("output topk_weights", outputs.topk_weights, num_tokens, config.top_k(), {DType::kF32}));
-    FMOE_RETURN_IF_ERROR(CheckRowsApart("output topk_weights", outputs.topk_weights));
-  }
+  FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, kFloats));
+  FMOE_RETURN_IF_ERROR(CheckOutputs(outputs, config, inputs.hidden));
   if (communicator != nullptr) {  // rows go to other cards as they lie
     FMOE_RETURN_IF_ERROR(CheckDense("hidden", inputs.hidden));
     FMOE_RETURN_IF_ERROR(CheckDense("output", outputs.output));
@@ -320,29 +356,7 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
         "output and hidden overlap: rows of hidden are read after the first rows of output are written");
   }
   FMOE_RETURN_IF_ERROR(CheckChosenApart(inputs, outputs));
-  const bool has_ids = !inputs.topk_ids.empty();
-  if (has_ids != !inputs.topk_weights.empty()) {
-    return Status::Usage("topk_ids and topk_weights come together; one of them is missing");
-  }
-  if (has_ids && !inputs.router_logits.empty()) {
-    return Status::Usage("both router_logits and topk_ids are given; give one of them");
-  }
-  if (has_ids) {
-    FMOE_RETURN_IF_ERROR(
-        CheckMatrix("topk_ids", inputs.topk_ids, num_tokens, config.top_k(), {DType::kI32, DType::kI64}));
-    return CheckMatrix("topk_weights", inputs.topk_weights, num_tokens, config.top_k(), floats);
-  }
-  if (config.routing.method == RoutingMethod::kCustom && !config.routing.custom) {
-    return Status::Usage(
-        "the layer has no router of its own, the caller routes: topk_ids and topk_weights are needed");
-  }
-  if (!inputs.router_logits.empty()) {
-    return CheckMatrix("router_logits", inputs.router_logits, num_tokens, num_logits(), floats);
-  }
-  if (router.weight.empty()) {
-    return Status::Usage("the layer has no router: give router_logits, or topk_ids with topk_weights");
-  }
-  return Status::Ok();
+  return CheckChoice(inputs);
 }
 
 }  // namespace fusedmoe

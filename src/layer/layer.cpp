@@ -65,6 +65,19 @@ Result<std::shared_ptr<const LatentProjections>> MakeProjections(const MoeConfig
   return LatentProjections::Create(*weights, config, on_device);
 }
 
+Status CheckTokenCounts(const LayerOptions& options, int64_t top_k) {
+  const int64_t most_tokens = kMaxSlots / std::max<int64_t>(top_k, 1);
+  if (options.max_tokens < 1 || options.max_tokens > most_tokens) {
+    return Status::Usage(
+        fmt::format("max_tokens={} must be between 1 and {}", options.max_tokens, most_tokens));
+  }
+  if (options.plan_tokens < 0 || options.plan_tokens > most_tokens) {
+    return Status::Usage(
+        fmt::format("plan_tokens={} must be between 0 and {}", options.plan_tokens, most_tokens));
+  }
+  return Status::Ok();
+}
+
 /// The scheme with the rule of activations that a caller named.
 Result<Scheme> UnderRule(Scheme scheme, const std::string& rule) {
   if (rule.empty()) {
@@ -77,6 +90,14 @@ Result<Scheme> UnderRule(Scheme scheme, const std::string& rule) {
   }
   FMOE_ASSIGN_OR_RETURN(scheme.activation.rule, ActivationRuleFor(scheme.activation, rule));
   return scheme;
+}
+
+/// Shared experts are often in another format, which the rule is not of.
+SharedExpertWeights SharedUnderRule(SharedExpertWeights shared, const std::string& rule) {
+  if (Result<Scheme> scheme = UnderRule(shared.source.scheme, rule); scheme.ok()) {
+    shared.source.scheme = *std::move(scheme);
+  }
+  return shared;
 }
 
 }  // namespace
@@ -159,18 +180,12 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
 Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
     const MoeConfig& whole, const ExpertSource& given_experts, const RouterWeights& given_router,
     const LayerOptions& options, const SharedExpertWeights* shared, const LatentWeights* latent) {
-  const int64_t most_tokens = kMaxSlots / std::max<int64_t>(whole.top_k(), 1);
-  if (options.max_tokens < 1 || options.max_tokens > most_tokens) {
-    return Status::Usage(
-        fmt::format("max_tokens={} must be between 1 and {}", options.max_tokens, most_tokens));
-  }
+  FMOE_RETURN_IF_ERROR(CheckTokenCounts(options, whole.top_k()));
   ExpertSource experts = given_experts;
   FMOE_ASSIGN_OR_RETURN(experts.scheme, UnderRule(experts.scheme, options.activation_rule));
   SharedExpertWeights ruled;
-  if (shared != nullptr) {  // often in another format, which the rule is not of
-    ruled = *shared;
-    Result<Scheme> scheme = UnderRule(shared->source.scheme, options.activation_rule);
-    ruled.source.scheme = scheme.ok() ? *std::move(scheme) : shared->source.scheme;
+  if (shared != nullptr) {
+    ruled = SharedUnderRule(*shared, options.activation_rule);
     shared = &ruled;
   }
   MoeConfig config = whole;
@@ -188,10 +203,6 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
   impl->config = config;
   impl->config.max_tokens = options.max_tokens;
   FMOE_RETURN_IF_ERROR(Validate(impl->config));  // before sizes are multiplied
-  if (options.plan_tokens < 0 || options.plan_tokens > most_tokens) {
-    return Status::Usage(
-        fmt::format("plan_tokens={} must be between 0 and {}", options.plan_tokens, most_tokens));
-  }
   FMOE_RETURN_IF_ERROR(CheckRouter(router, config, impl->num_logits()));
   FMOE_ASSIGN_OR_RETURN(const auto projections, MakeProjections(config, latent, options.device == "cuda"));
   WorkspaceBook book;
@@ -204,24 +215,28 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
       BuiltKernel built,
       BuildKernel(config, experts, options, shared, book,
                   impl->balance ? impl->balance->Placement() : ExpertPlacement{}, projections));
-  impl->config = built.kernel->config();
-  impl->kernel = std::move(built.kernel);
-  impl->wire = std::move(built.wire);
-  impl->fingerprint = built.fingerprint;
-  impl->selection = std::move(built.selection);
+  impl->Take(std::move(built), book);
   impl->ranks = IsSpread(options) ? options.communicator : nullptr;
   if (options.device == "cuda") {
     impl->communicator = impl->ranks;
     FMOE_ASSIGN_OR_RETURN(impl->device_router,
                           MakeDeviceRouter(router, impl->config, impl->num_logits(), options.max_tokens));
   }
-  impl->selection.chosen->workspace.assign(book.entries().begin(), book.entries().end());
-  impl->selection.chosen->workspace_bytes = impl->workspace_bytes = book.total_bytes();
-  if (impl->balance) {
-    impl->balance->options.backend = impl->selection.chosen->backend;  // wherever experts are
-    impl->balance->fingerprint = impl->fingerprint;
-  }
   return std::unique_ptr<MoeLayer>(new MoeLayer(std::move(impl)));
+}
+
+void MoeLayer::Impl::Take(BuiltKernel built, const WorkspaceBook& book) {
+  config = built.kernel->config();
+  kernel = std::move(built.kernel);
+  wire = std::move(built.wire);
+  fingerprint = built.fingerprint;
+  selection = std::move(built.selection);
+  selection.chosen->workspace.assign(book.entries().begin(), book.entries().end());
+  selection.chosen->workspace_bytes = workspace_bytes = book.total_bytes();
+  if (balance) {
+    balance->options.backend = selection.chosen->backend;  // wherever experts are
+    balance->fingerprint = fingerprint;
+  }
 }
 
 void MoeLayer::Impl::Book(WorkspaceBook& book) {

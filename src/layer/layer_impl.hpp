@@ -6,6 +6,7 @@
 #include <fusedmoe/layer.hpp>
 
 #include "layer/balance.hpp"
+#include "layer/kernel_builder.hpp"
 #include "moe/moe_kernel.hpp"
 #include "routing/cuda/device_router.hpp"
 
@@ -51,6 +52,8 @@ struct MoeLayer::Impl {
   WorkspaceSlot real_ids, identity_weights;  // only with identity experts
 
   int64_t num_logits() const { return config.num_experts + config.routing.num_zero_experts; }
+  /// What was built, with all that `book` has in the end.
+  void Take(BuiltKernel built, const WorkspaceBook& book);
   /// Books what the layer itself needs: the same slots each time.
   void Book(WorkspaceBook& book);
   Status CheckInputs(const Inputs& inputs, const Outputs& outputs) const;
@@ -63,6 +66,7 @@ struct MoeLayer::Impl {
                 const Executor& executor, RoutingInputs& routing, KernelInput& input) const;
 
  private:
+  Status CheckChoice(const Inputs& inputs) const;
   Status ChooseOnHost(const Inputs& inputs, const Outputs& outputs, int32_t* chosen_ids,
                       float* chosen_weights, const Workspace& workspace, const Executor& executor,
                       RoutingInputs& routing) const;
