@@ -170,18 +170,13 @@ Result<Tensor> ScaleMmaView(TensorView swizzled) {
   FMOE_ASSIGN_OR_RETURN(
       Tensor result, Tensor::Allocate(swizzled.dtype(), Shape{32, 4, row_tiles, 4, column_tiles, experts}));
   std::byte* out = result.mutable_view().data();
-  for (int64_t lane = 0; lane < 32; ++lane) {
-    for (int64_t quarter = 0; quarter < 4; ++quarter) {
-      for (int64_t row_tile = 0; row_tile < row_tiles; ++row_tile) {
-        for (int64_t column = 0; column < 4; ++column) {
-          for (int64_t column_tile = 0; column_tile < column_tiles; ++column_tile) {
-            for (int64_t expert = 0; expert < experts; ++expert) {
-              const int64_t tile = (expert * row_tiles + row_tile) * column_tiles + column_tile;
-              *out++ = swizzled.data()[tile * 512 + lane * 16 + quarter * 4 + column];
-            }
-          }
-        }
-      }
+  const std::byte* in = swizzled.data();
+  for (int64_t tile = 0; tile < experts * row_tiles * column_tiles; ++tile) {
+    const int64_t column_tile = tile % column_tiles, row_tile = tile / column_tiles % row_tiles;
+    const int64_t expert = tile / column_tiles / row_tiles;
+    for (int64_t place = 0; place < 512; ++place) {  // [32, 4, 4]
+      const int64_t row = (place / 4 * row_tiles + row_tile) * 4 + place % 4;
+      out[(row * column_tiles + column_tile) * experts + expert] = *in++;
     }
   }
   return result;

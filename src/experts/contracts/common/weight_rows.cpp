@@ -40,22 +40,9 @@ TensorView ExpertOf(const Tensor& stacked, int64_t expert) {
 
 }  // namespace
 
-// The row steps are run on the numbers of the rows themselves: what comes out says where each went.
-Result<WeightRows::Located> WeightRows::Locate(const PreparedWeights& weights, const LayoutRecipe& recipe,
-                                               const std::string& name, int64_t rows, int64_t columns) {
-  const Tensor* tensor = weights.Find(name);
-  if (tensor == nullptr || tensor->shape().rank() < 3) {
-    return WrongBytes(name, tensor, rows * columns);
-  }
-  Located located;
-  located.data = tensor->view().data();
-  located.dtype = tensor->dtype();
-  located.expert_bytes = tensor->view().total_bytes() / tensor->dim(0);
-  located.stored_columns = columns;
-  FMOE_ASSIGN_OR_RETURN(Tensor numbers, Tensor::Allocate(DType::kI32, Shape{rows, 1}));
-  for (int64_t row = 0; row < rows; ++row) {
-    numbers.mutable_view().as<int32_t>()[row] = static_cast<int32_t>(row + 1);
-  }
+// What the steps of a tensor make of its place, and of the numbers of its rows.
+Status WeightRows::FollowSteps(const LayoutRecipe& recipe, const std::string& name, Located& located,
+                               Tensor& numbers) {
   for (const LayoutStep& step : recipe.steps) {
     if (step.tensor != name) {
       continue;
@@ -92,6 +79,26 @@ Result<WeightRows::Located> WeightRows::Locate(const PreparedWeights& weights, c
         break;  // steps that leave every row where it is
     }
   }
+  return Status::Ok();
+}
+
+// The row steps are run on the numbers of the rows themselves: what comes out says where each went.
+Result<WeightRows::Located> WeightRows::Locate(const PreparedWeights& weights, const LayoutRecipe& recipe,
+                                               const std::string& name, int64_t rows, int64_t columns) {
+  const Tensor* tensor = weights.Find(name);
+  if (tensor == nullptr || tensor->shape().rank() < 3) {
+    return WrongBytes(name, tensor, rows * columns);
+  }
+  Located located;
+  located.data = tensor->view().data();
+  located.dtype = tensor->dtype();
+  located.expert_bytes = tensor->view().total_bytes() / tensor->dim(0);
+  located.stored_columns = columns;
+  FMOE_ASSIGN_OR_RETURN(Tensor numbers, Tensor::Allocate(DType::kI32, Shape{rows, 1}));
+  for (int64_t row = 0; row < rows; ++row) {
+    numbers.mutable_view().as<int32_t>()[row] = static_cast<int32_t>(row + 1);
+  }
+  FMOE_RETURN_IF_ERROR(FollowSteps(recipe, name, located, numbers));
   located.stored_rows = numbers.view().count();
   located.at.assign(static_cast<size_t>(rows), 0);
   for (int64_t place = 0; place < located.stored_rows; ++place) {

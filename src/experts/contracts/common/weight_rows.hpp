@@ -46,6 +46,8 @@ class WeightRows {
     int64_t stored_rows = 0;
     int64_t stored_columns = 0;
   };
+  static Status FollowSteps(const LayoutRecipe& recipe, const std::string& name, Located& located,
+                            Tensor& numbers);
   static Result<Located> Locate(const PreparedWeights& weights, const LayoutRecipe& recipe,
                                 const std::string& name, int64_t rows, int64_t columns);
   Status TakeVectors(const PreparedWeights& weights, const LayoutRecipe& recipe, const std::string& name);
