@@ -36,6 +36,53 @@ void SetRows(DecodePhase& phase, const TokenRows& rows) {
   phase.cols = static_cast<int>(rows.cols);
 }
 
+void SetOperands(const LayerShape& shape, const DecodePlan& plan, const DecodeOperands& operands,
+                 DecodeArguments& arguments) {
+  arguments.source[0] = operands.tokens;
+  arguments.source[1].cols = shape.intermediate;
+  arguments.source[1].tensor_scale = operands.mid_tensor_scale;
+  arguments.source[1].smoothing = operands.mid_smoothing;
+  arguments.quantizer = MakeDeviceQuantizer(operands.format);
+  arguments.row_scales = operands.format.quantized() && HasRowScale(operands.format);
+  const ActivationRows& tokens = operands.tokens;
+  arguments.stages_tokens = plan.tokens_bytes != 0 && tokens.dtype != DType::kF32 && tokens.aligned() &&
+                            tokens.order == nullptr && tokens.cols % 8 == 0;
+}
+
+// What is computed: routes, sizes, activation, output.
+void SetProblem(const LayerShape& shape, const ExpertsCall& call, DecodeArguments& arguments) {
+  arguments.topk_ids = call.topk_ids;
+  arguments.topk_weights = shape.batched || call.router_weight_on_input ? nullptr : call.topk_weights;
+  arguments.expert_map = call.expert_map;
+  if (shape.batched) {
+    arguments.expert_num_tokens = call.expert_num_tokens;
+    arguments.rows_per_expert = FastDiv::By(call.rows_per_expert);
+  }
+  arguments.top_k = FastDiv::By(shape.batched ? 1 : shape.top_k);
+  arguments.routes_per_row = call.hidden.by_route ? FastDiv::By(1) : arguments.top_k;
+  arguments.num_tokens = static_cast<int>(call.num_tokens);
+  arguments.num_experts = static_cast<int>(shape.num_experts);
+  arguments.num_local_experts = static_cast<int>(shape.num_local_experts);
+  arguments.activation = shape.activation;
+  arguments.gated = shape.gated();
+  arguments.plain_silu = shape.activation.kind == ActivationKind::kSilu && !(shape.activation.limit > 0.0F);
+  arguments.output = call.output;
+  arguments.hidden = static_cast<int>(shape.hidden);
+  arguments.output_dtype = call.output_dtype;
+}
+
+// What CTAs hand to each other.
+void SetExchange(const LayerShape& shape, const DecodePlan& plan, const ExpertsCall& call,
+                 DecodeArguments& arguments) {
+  arguments.tagged_mid = plan.tagged_mid;
+  auto* const exchange = reinterpret_cast<std::byte*>(call.counters);
+  arguments.tagged = reinterpret_cast<uint64_t*>(exchange + plan.tagged_offset);
+  arguments.partial = reinterpret_cast<float*>(exchange + plan.partial_offset);
+  arguments.partial_stride = static_cast<int>(shape.down_rows());
+  arguments.partial_cols = static_cast<int>(RoundUp(shape.hidden, 4));
+  arguments.counters = call.counters;
+}
+
 Status LaunchFormat(const LayerShape& shape, const DecodeArguments& arguments, const DecodePlan& plan,
                     void* stream) {
   switch (shape.format) {
@@ -65,53 +112,22 @@ DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights
   rounded.cols = shape.mid_rows();
   SetRows(arguments.phase[1], rounded);
   if (operands != nullptr) {
-    arguments.source[0] = operands->tokens;
-    arguments.source[1].cols = shape.intermediate;
-    arguments.source[1].tensor_scale = operands->mid_tensor_scale;
-    arguments.source[1].smoothing = operands->mid_smoothing;
-    arguments.quantizer = MakeDeviceQuantizer(operands->format);
-    arguments.row_scales = operands->format.quantized() && HasRowScale(operands->format);
-    const ActivationRows& tokens = operands->tokens;
-    arguments.stages_tokens = plan.tokens_bytes != 0 && tokens.dtype != DType::kF32 && tokens.aligned() &&
-                              tokens.order == nullptr && tokens.cols % 8 == 0;
+    SetOperands(shape, plan, *operands, arguments);
   }
-  arguments.topk_ids = call.topk_ids;
-  arguments.topk_weights = shape.batched || call.router_weight_on_input ? nullptr : call.topk_weights;
-  arguments.expert_map = call.expert_map;
-  if (shape.batched) {
-    arguments.expert_num_tokens = call.expert_num_tokens;
-    arguments.rows_per_expert = FastDiv::By(call.rows_per_expert);
-  }
-  arguments.top_k = FastDiv::By(shape.batched ? 1 : shape.top_k);
-  arguments.routes_per_row = call.hidden.by_route ? FastDiv::By(1) : arguments.top_k;
+  SetProblem(shape, call, arguments);
+  SetExchange(shape, plan, call, arguments);
   arguments.grid = FastDiv::By(plan.grid);
-  arguments.num_tokens = static_cast<int>(call.num_tokens);
-  arguments.num_experts = static_cast<int>(shape.num_experts);
-  arguments.num_local_experts = static_cast<int>(shape.num_local_experts);
   arguments.list_tokens = FastDiv::By(plan.list_tokens);
   const int64_t routes = call.num_tokens * arguments.top_k.divisor;
   const int64_t row = int64_t{arguments.phase[0].split_k} * 2 + 16 + arguments.phase[0].group_bytes;
   arguments.by_token = plan.by_token && (!call.hidden.by_route || (routes + 1) * row <= plan.rows_bytes);
   arguments.half_is_f16 = weights.half_scale_is_f16;
-  arguments.activation = shape.activation;
-  arguments.gated = shape.gated();
-  arguments.plain_silu = shape.activation.kind == ActivationKind::kSilu && !(shape.activation.limit > 0.0F);
   const auto bare = [](const DecodePhase& phase) {
     return phase.row_scale == nullptr && phase.bias == nullptr;
   };
   arguments.plain = arguments.plain_silu && !arguments.row_scales && bare(arguments.phase[0]) &&
                     bare(arguments.phase[1]) && shape.hidden % kFragmentRows == 0;
   arguments.many_bytes = plan.many_bytes;
-  arguments.tagged_mid = plan.tagged_mid;
-  auto* const exchange = reinterpret_cast<std::byte*>(call.counters);
-  arguments.tagged = reinterpret_cast<uint64_t*>(exchange + plan.tagged_offset);
-  arguments.partial = reinterpret_cast<float*>(exchange + plan.partial_offset);
-  arguments.partial_stride = static_cast<int>(shape.down_rows());
-  arguments.partial_cols = static_cast<int>(RoundUp(shape.hidden, 4));
-  arguments.output = call.output;
-  arguments.hidden = static_cast<int>(shape.hidden);
-  arguments.output_dtype = call.output_dtype;
-  arguments.counters = call.counters;
   arguments.slots = plan.slots;
   arguments.shared =
       MakeDecodeShared(plan.slots, static_cast<int>(plan.rows_bytes), static_cast<int>(plan.tokens_bytes),
