@@ -74,6 +74,55 @@ std::string ExchangeText(const std::string& problem, const RankBenchRow& row) {
                            sent / row.exchange_seconds / 1e9, row.plan.communicator);
 }
 
+/// What was measured, as text and JSON show it.
+struct Figures {
+  Json results = Json::array();
+  std::vector<std::vector<std::string>> table = {{"problem", "scheme", "tokens", "backend", "ms", "row",
+                                                  "rank", "bytes sent", "local", "remote", "minimum",
+                                                  "above"}};
+  std::string exchanges;
+  bool ok = true;
+
+  void Add(const std::string& problem, const RankBenchRow& row) {
+    results.push_back(RowJson(problem, row));
+    AddText(problem, row, table);
+    exchanges += ExchangeText(problem, row);
+    ok = ok && row.ok;
+  }
+};
+
+Result<Figures> MeasureAll(const BenchOptions& bench, const RankGroup& group, int threads,
+                           Determinism determinism, Output& output) {
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(group.Threads(threads)));
+  RankBenchOptions options;
+  options.tokens = bench.tokens;
+  options.device = bench.device;
+  options.backend = bench.backend;
+  options.determinism = determinism;
+  options.num_experts = bench.num_experts;
+  options.seconds_per_row = bench.seconds_per_row;
+  options.seed = bench.seed;
+  options.parallel = group.parallel();
+  options.communicator = group.communicator();
+  options.executor = pool->executor();
+  if (group.leads()) {
+    options.progress = [&output](std::string_view line) { output.Log(line); };
+  }
+  Figures figures;
+  for (const Problem& problem : bench.problems) {
+    options.problem = problem;
+    for (const std::string& scheme :
+         bench.schemes.empty() ? std::vector<std::string>{problem.scheme} : bench.schemes) {
+      options.scheme = scheme;
+      FMOE_ASSIGN_OR_RETURN(const std::vector<RankBenchRow> rows, RunRankBench(options));
+      for (const RankBenchRow& row : rows) {
+        figures.Add(problem.name, row);
+      }
+    }
+  }
+  return figures;
+}
+
 }  // namespace
 
 Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Determinism determinism,
@@ -95,51 +144,17 @@ Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Det
                  "--ranks measures the exchange between the ranks of an mpirun; here is one process")
           .WithHint("mpirun -n 2 fusedmoe bench --ranks ...");
     }
-    FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(group.Threads(threads)));
-    Json results = Json::array();
-    std::vector<std::vector<std::string>> table = {{"problem", "scheme", "tokens", "backend", "ms", "row",
-                                                    "rank", "bytes sent", "local", "remote", "minimum",
-                                                    "above"}};
-    bool ok = true;
-    std::string exchanges;
-    for (const Problem& problem : bench.problems) {
-      for (const std::string& scheme :
-           bench.schemes.empty() ? std::vector<std::string>{problem.scheme} : bench.schemes) {
-        RankBenchOptions options;
-        options.problem = problem;
-        options.scheme = scheme;
-        options.tokens = bench.tokens;
-        options.device = bench.device;
-        options.backend = bench.backend;
-        options.determinism = determinism;
-        options.num_experts = bench.num_experts;
-        options.seconds_per_row = bench.seconds_per_row;
-        options.seed = bench.seed;
-        options.parallel = group.parallel();
-        options.communicator = group.communicator();
-        options.executor = pool->executor();
-        if (group.leads()) {
-          options.progress = [&output](std::string_view line) { output.Log(line); };
-        }
-        FMOE_ASSIGN_OR_RETURN(const std::vector<RankBenchRow> rows, RunRankBench(options));
-        for (const RankBenchRow& row : rows) {
-          results.push_back(RowJson(problem.name, row));
-          AddText(problem.name, row, table);
-          exchanges += ExchangeText(problem.name, row);
-          ok = ok && row.ok;
-        }
-      }
-    }
+    FMOE_ASSIGN_OR_RETURN(const Figures figures, MeasureAll(bench, group, threads, determinism, output));
     if (group.leads()) {
       output.Document(
-          {{"machine", ToJson(HostMachine())}, {"deployment", group.ToJson()}, {"results", results}});
-      output.Text(Table(table) +
+          {{"machine", ToJson(HostMachine())}, {"deployment", group.ToJson()}, {"results", figures.results}});
+      output.Text(Table(figures.table) +
                   "bytes of one forward; minimum: each row that must go, once, without padding, headers and "
                   "verdicts\n" +
-                  exchanges);
+                  figures.exchanges);
     }
-    return ok || !group.leads() ? Status::Ok()
-                                : Status::No("a result lies beyond its bound from the reference");
+    return figures.ok || !group.leads() ? Status::Ok()
+                                        : Status::No("a result lies beyond its bound from the reference");
   };
   const Status status = measure();
   if (!status.ok() && status.code() != StatusCode::kNo) {
