@@ -38,6 +38,20 @@ struct CudaPlan {
   int64_t rows_per_expert = 0;  ///< batched
 };
 
+/// How the weights are packed.
+struct CudaLayout {
+  FragmentSpec spec;
+  bool narrow_gate_up = false, narrow_down = false;  ///< CudaPlan
+};
+
+/// The layout of the weights. Where they were stored in fewer bits than the layer's they go back to those:
+/// all of them, or gate and up, down, or each to its own where kernels take both together.
+Result<CudaLayout> LayoutOf(const MoeProblem& problem);
+
+/// F32 weights, and integers that fragments do not hold, which are decoded to such: groups that are no
+/// multiple of 16, zero points of channels that are no codes.
+bool IsFloat32(const MoeProblem& problem);
+
 /// The plan of a problem that CudaObjections does not refuse.
 CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine);
 
