@@ -13,6 +13,7 @@
 #include "core/checked_math.hpp"
 #include "core/memory.hpp"
 #include "platform/file.hpp"
+#include "platform/output_file.hpp"
 
 /// A packed file: magic, length and checksum of the header, the header, then the tensors on pages of their
 /// own. All numbers little-endian, as x86 and ARM keep them; the layouts inside are for such machines as

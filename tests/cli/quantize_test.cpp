@@ -9,7 +9,7 @@
 
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
-#include "platform/file.hpp"
+#include "platform/file_lock.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe::test {

@@ -1,4 +1,6 @@
 #include "platform/file.hpp"
+#include "platform/file_lock.hpp"
+#include "platform/output_file.hpp"
 
 #include <gtest/gtest.h>
 

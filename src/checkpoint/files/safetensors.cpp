@@ -11,6 +11,7 @@
 #include "core/checked_math.hpp"
 #include "core/json_text.hpp"
 #include "platform/file.hpp"
+#include "platform/output_file.hpp"
 
 namespace fusedmoe {
 namespace {

@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
-#include "platform/file.hpp"
+#include "platform/output_file.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {

@@ -11,7 +11,7 @@
 
 #include <fusedmoe/safetensors.hpp>
 
-#include "platform/file.hpp"
+#include "platform/file_lock.hpp"
 
 namespace fusedmoe {
 namespace {

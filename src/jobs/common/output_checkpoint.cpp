@@ -10,7 +10,7 @@
 
 #include "checkpoint/files/config_files.hpp"
 #include "core/sha256.hpp"
-#include "platform/file.hpp"
+#include "platform/output_file.hpp"
 
 namespace fusedmoe::jobs {
 namespace {

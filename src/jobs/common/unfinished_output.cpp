@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/files/config_files.hpp"
+#include "platform/output_file.hpp"
 
 namespace fusedmoe::jobs {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <fusedmoe/status.hpp>
 
-#include "platform/file.hpp"
+#include "platform/file_lock.hpp"
 
 namespace fusedmoe::jobs {
 
