@@ -154,8 +154,7 @@ Result<PreparedWeights::Named> ReadTensor(const platform::InputFile& file, Heade
   return named;
 }
 
-}  // namespace
-
+/// The text that a cache file stands for.
 std::string PackCacheKey(const Backend& backend, const Plan& plan, const MoeProblem& problem,
                          const ExpertSource& source) {
   const MoeConfig& config = problem.config;
@@ -166,11 +165,14 @@ std::string PackCacheKey(const Backend& backend, const Plan& plan, const MoeProb
                      config.parallel.tp_size, static_cast<int>(problem.activation), source.identity);
 }
 
+/// The file that a key is in.
 std::string PackCachePath(const std::string& directory, std::string_view key) {
   const std::string name = fmt::format("{:016x}{:016x}.packed", HashText(key, 0),
                                        HashText(std::string("second half ") + std::string(key), 0));
   return (std::filesystem::path(directory) / name).string();
 }
+
+}  // namespace
 
 Status WritePacked(const std::string& path, std::string_view key, const PreparedWeights& weights,
                    const Executor& executor) {

@@ -25,11 +25,6 @@ Result<PreparedWeights> PrepareCached(const Backend& backend, const Plan& plan, 
                                       const Executor& executor, const std::string& directory,
                                       std::vector<std::string>& notes);
 
-/// The text that a cache file stands for, and the file it is in.
-std::string PackCacheKey(const Backend& backend, const Plan& plan, const MoeProblem& problem,
-                         const ExpertSource& source);
-std::string PackCachePath(const std::string& directory, std::string_view key);
-
 /// The file itself. `key` must be the one it was written for.
 Status WritePacked(const std::string& path, std::string_view key, const PreparedWeights& weights,
                    const Executor& executor);

@@ -6,7 +6,10 @@
 #include "core/checked_math.hpp"
 
 namespace fusedmoe {
+namespace {
 
+/// Bytes of an encoded matrix [rows, cols] with its scales (zero points: one byte a group), as the canonical
+/// form holds it.
 int64_t EncodedBytes(const WeightFormat& format, int64_t rows, int64_t cols) {
   int64_t bytes = rows * PackedBytes(format.element, cols);
   if (format.has_block_scale()) {
@@ -19,6 +22,8 @@ int64_t EncodedBytes(const WeightFormat& format, int64_t rows, int64_t cols) {
   bytes += format.has_tensor_scale ? 4 : 0;
   return bytes;
 }
+
+}  // namespace
 
 int64_t ExpertBytes(const MoeConfig& config, const WeightFormat& format) {
   const int64_t inputs = config.activation.gated() ? 2 : 1;

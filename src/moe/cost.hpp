@@ -10,10 +10,6 @@
 
 namespace fusedmoe {
 
-/// Bytes of an encoded matrix [rows, cols] with its scales (zero points: one byte a group), as the canonical
-/// form holds it.
-int64_t EncodedBytes(const WeightFormat& format, int64_t rows, int64_t cols);
-
 /// Bytes of one expert: gate and up (or up alone) and down.
 int64_t ExpertBytes(const MoeConfig& config, const WeightFormat& format);
 

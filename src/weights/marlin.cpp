@@ -94,9 +94,7 @@ void ForEachCode(int64_t inputs, int64_t outputs, MarlinKind kind, Visit visit) 
   }
 }
 
-}  // namespace
-
-Status CheckMarlinKind(MarlinKind kind) {
+Status CheckKind(MarlinKind kind) {
   const bool known =
       (kind.bits == 4 || kind.bits == 8) && (kind.activation_bits == 8 || kind.activation_bits == 16);
   return known ? Status::Ok()
@@ -104,6 +102,8 @@ Status CheckMarlinKind(MarlinKind kind) {
                                                  "activations; 4 or 8 with 8 or 16 exist",
                                                  kind.bits, kind.activation_bits));
 }
+
+}  // namespace
 
 std::vector<int32_t> MarlinWeightPermutation(MarlinKind kind) {
   // A thread of a fragment owns, in each of two blocks of 8 columns, the rows of its quarter: pairs of
@@ -146,7 +146,7 @@ std::vector<int32_t> MarlinSingleScalePermutation() {
 }
 
 Result<Tensor> MarlinPackWeights(TensorView codes, MarlinKind kind) {
-  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  FMOE_RETURN_IF_ERROR(CheckKind(kind));
   if (codes.empty() || codes.rank() != 2 || codes.dtype() != DType::kU8 || !codes.dense()) {
     return Status::BadInput(fmt::format("Marlin packs dense U8 codes [inputs, outputs], not {} {}",
                                         DTypeName(codes.dtype()), codes.shape().ToString()));
@@ -162,7 +162,7 @@ Result<Tensor> MarlinPackWeights(TensorView codes, MarlinKind kind) {
 }
 
 Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind) {
-  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  FMOE_RETURN_IF_ERROR(CheckKind(kind));
   if (packed.empty() || packed.rank() != 2) {
     return Status::BadInput("Marlin weights must be a matrix of words");
   }
@@ -181,7 +181,7 @@ Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind) {
 Result<Tensor> MarlinPackStored(TensorView weights) {
   const int bits = DTypeBits(weights.dtype());
   const MarlinKind kind{bits, 16};
-  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  FMOE_RETURN_IF_ERROR(CheckKind(kind));
   const int64_t outputs = weights.dim(0), inputs = weights.dim(1);
   FMOE_RETURN_IF_ERROR(CheckWeightShape(inputs, outputs, kind));
   FMOE_ASSIGN_OR_RETURN(Tensor packed,
@@ -205,7 +205,7 @@ Result<Tensor> MarlinPackStored(TensorView weights) {
 Result<Tensor> MarlinUnpackStored(TensorView packed, DType element) {
   const int bits = DTypeBits(element);
   const MarlinKind kind{bits, 16};
-  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  FMOE_RETURN_IF_ERROR(CheckKind(kind));
   if (packed.empty() || packed.rank() != 2 || !packed.dense() || DTypeBits(packed.dtype()) != 32) {
     return Status::BadInput("Marlin weights must be a dense matrix of words");
   }
@@ -246,7 +246,7 @@ Result<Tensor> MarlinPermuteBias(TensorView bias) {
 }
 
 Result<Tensor> MarlinPackZeroPoints(TensorView zero_points, MarlinKind kind) {
-  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  FMOE_RETURN_IF_ERROR(CheckKind(kind));
   FMOE_ASSIGN_OR_RETURN(Tensor permuted, Permuted(zero_points, MarlinGroupedScalePermutation(), false));
   if (kind.activation_bits != 8) {
     FMOE_ASSIGN_OR_RETURN(permuted, Permuted(permuted.view(), Interleave(kind), false));
@@ -255,7 +255,7 @@ Result<Tensor> MarlinPackZeroPoints(TensorView zero_points, MarlinKind kind) {
 }
 
 Result<Tensor> MarlinUnpackZeroPoints(TensorView packed, MarlinKind kind) {
-  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  FMOE_RETURN_IF_ERROR(CheckKind(kind));
   const int64_t cols = packed.rank() == 2 ? packed.dim(1) * (32 / kind.bits) : 0;
   FMOE_ASSIGN_OR_RETURN(Tensor codes, UnpackColumns(packed, {.bits = kind.bits}, cols));
   if (kind.activation_bits != 8) {

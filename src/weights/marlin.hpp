@@ -16,9 +16,6 @@ struct MarlinKind {
   int activation_bits = 16;
 };
 
-/// kUnsupported unless bits is 4 or 8 and activation_bits 8 or 16.
-Status CheckMarlinKind(MarlinKind kind);
-
 /// Where each of the 1024 codes of a tile comes from: 16 x 64 codes with 16-bit activations, 32 x 32 with
 /// 8-bit ones. Threads of a tensor-core fragment find their codes side by side, and lanes of a word are
 /// interleaved so that one shift and mask unpacks two of them.

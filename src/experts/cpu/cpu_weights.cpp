@@ -87,12 +87,13 @@ class Finder {
   Status status_ = Status::Ok();
 };
 
-}  // namespace
-
+/// "n16k64(F4, E4M3 per 16)/2048x768/gated": which layout, so that other weights are refused.
 std::string LayoutKey(const CpuPlan& plan) {
   return fmt::format("{}/{}x{}x{}/{}", PanelNames(plan, "+"), plan.num_local_experts, plan.gate_up.cols,
                      plan.gate_up.rows, plan.gate_up.parts == 2 ? "gated" : "ungated");
 }
+
+}  // namespace
 
 RecipeText LayoutRecipe(const CpuPlan& plan) {
   RecipeText recipe;

@@ -46,8 +46,6 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
 /// Finds the tensors again; kUnsupported when they are not in the layout of the plan.
 Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const PreparedWeights& weights);
 
-/// "n16k64(F4, E4M3 per 16)/2048x768/gated": which layout, so that other weights are refused.
-std::string LayoutKey(const CpuPlan& plan);
 RecipeText LayoutRecipe(const CpuPlan& plan);
 
 }  // namespace fusedmoe::cpu

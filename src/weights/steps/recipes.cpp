@@ -10,6 +10,12 @@
 namespace fusedmoe {
 namespace {
 
+/// The sizes that kernels see: the logical ones, rounded up. Gate and up are padded separately.
+struct PaddedSizes {
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+};
+
 constexpr int64_t kBlock = 128;  // of block-wise FP8
 
 bool IsNvfp4(const WeightFormat& format) {
@@ -156,8 +162,6 @@ void CutlassSteps(Builder& builder, bool swap) {
   }
 }
 
-}  // namespace
-
 PaddedSizes CutlassSizes(const LayoutProblem& problem) {
   const bool tiled = HasTiledScales(problem.format) || IsBlockFp8(problem.format);
   return {tiled ? problem.hidden : RoundUp(problem.hidden, 16), AlignedIntermediate(problem)};
@@ -174,6 +178,58 @@ PaddedSizes FlashInferTrtllmSizes(const LayoutProblem& problem) {
   }
   return {hidden, AlignedIntermediate(problem)};
 }
+
+PaddedSizes MarlinSizes(const LayoutProblem& problem) {
+  // Scale columns must stay whole groups; blocks of FP8 may be partial.
+  const int64_t group = problem.format.block.row > 1 ? 1 : std::max<int64_t>(problem.format.block.col, 1);
+  const int64_t multiple = std::lcm(int64_t{64}, group);
+  return {RoundUp(problem.hidden, multiple), RoundUp(problem.intermediate, multiple)};
+}
+
+/// The codes of a projection; gives the type that they have from then on.
+DType MarlinCodes(Builder& builder, const std::string& name) {
+  LayoutRecipe& recipe = builder.recipe;
+  DType element = builder.problem().format.element;
+  if (builder.problem().has_group_index) {
+    recipe.Add(LayoutOp::kSortInputs, name);
+  }
+  if (element == DType::kI4 || element == DType::kI8) {
+    recipe.Add(LayoutOp::kFlipSign, name, {static_cast<int64_t>(element)});
+    element = element == DType::kI4 ? DType::kU4 : DType::kU8;
+  }
+  builder.PadRowsOf(name);
+  builder.PadColumnsOf(name, false);
+  recipe.Add(LayoutOp::kMarlinWeights, name, {static_cast<int64_t>(element)});
+  return element;
+}
+
+void MarlinBlockScales(Builder& builder, const std::string& name, DType element) {
+  const LayoutProblem& problem = builder.problem();
+  const WeightFormat& format = problem.format;
+  LayoutRecipe& recipe = builder.recipe;
+  const bool down = Builder::IsDown(name);
+  const int64_t inputs = down ? builder.sizes().intermediate : builder.sizes().hidden;
+  const int64_t outputs = down ? problem.hidden : problem.intermediate;
+  const std::string scale = name + "_block_scale";
+  if (format.block.row > 1) {
+    recipe.Add(LayoutOp::kRepeatRows, scale,
+               {down ? 1 : problem.parts(), format.block.row, CeilDiv(outputs, format.block.row), outputs});
+  }
+  builder.PadRowsOf(scale);
+  builder.PadColumnsOf(scale, true);
+  const bool grouped = MarlinScalesAreGrouped(inputs, format.block.col, {DTypeBits(element), 16});
+  recipe.Add(LayoutOp::kMarlinScales, scale, {grouped ? 1 : 0});
+  if (IsNvfp4(format)) {
+    const int64_t factor = down ? problem.down_factor : problem.gate_up_factor;
+    const int64_t half = problem.activation == DType::kF16 ? 1 : 0;
+    recipe.Add(LayoutOp::kMarlinNvfp4Scales, scale, {factor, half});
+    recipe.Add(LayoutOp::kMarlinTensorScale, name + "_tensor_scale", {factor, half});
+  } else if (HasTiledScales(format)) {
+    recipe.Add(LayoutOp::kMarlinFours, scale);
+  }
+}
+
+}  // namespace
 
 LayoutRecipe FlashInferTrtllmRecipe(const LayoutProblem& problem) {
   const WeightFormat& format = problem.format;
@@ -245,56 +301,6 @@ LayoutRecipe VllmCutlassRecipe(const LayoutProblem& problem) {
   }
   builder.OutputScales();
   return builder.recipe;
-}
-
-PaddedSizes MarlinSizes(const LayoutProblem& problem) {
-  // Scale columns must stay whole groups; blocks of FP8 may be partial.
-  const int64_t group = problem.format.block.row > 1 ? 1 : std::max<int64_t>(problem.format.block.col, 1);
-  const int64_t multiple = std::lcm(int64_t{64}, group);
-  return {RoundUp(problem.hidden, multiple), RoundUp(problem.intermediate, multiple)};
-}
-
-/// The codes of a projection; gives the type that they have from then on.
-DType MarlinCodes(Builder& builder, const std::string& name) {
-  LayoutRecipe& recipe = builder.recipe;
-  DType element = builder.problem().format.element;
-  if (builder.problem().has_group_index) {
-    recipe.Add(LayoutOp::kSortInputs, name);
-  }
-  if (element == DType::kI4 || element == DType::kI8) {
-    recipe.Add(LayoutOp::kFlipSign, name, {static_cast<int64_t>(element)});
-    element = element == DType::kI4 ? DType::kU4 : DType::kU8;
-  }
-  builder.PadRowsOf(name);
-  builder.PadColumnsOf(name, false);
-  recipe.Add(LayoutOp::kMarlinWeights, name, {static_cast<int64_t>(element)});
-  return element;
-}
-
-void MarlinBlockScales(Builder& builder, const std::string& name, DType element) {
-  const LayoutProblem& problem = builder.problem();
-  const WeightFormat& format = problem.format;
-  LayoutRecipe& recipe = builder.recipe;
-  const bool down = Builder::IsDown(name);
-  const int64_t inputs = down ? builder.sizes().intermediate : builder.sizes().hidden;
-  const int64_t outputs = down ? problem.hidden : problem.intermediate;
-  const std::string scale = name + "_block_scale";
-  if (format.block.row > 1) {
-    recipe.Add(LayoutOp::kRepeatRows, scale,
-               {down ? 1 : problem.parts(), format.block.row, CeilDiv(outputs, format.block.row), outputs});
-  }
-  builder.PadRowsOf(scale);
-  builder.PadColumnsOf(scale, true);
-  const bool grouped = MarlinScalesAreGrouped(inputs, format.block.col, {DTypeBits(element), 16});
-  recipe.Add(LayoutOp::kMarlinScales, scale, {grouped ? 1 : 0});
-  if (IsNvfp4(format)) {
-    const int64_t factor = down ? problem.down_factor : problem.gate_up_factor;
-    const int64_t half = problem.activation == DType::kF16 ? 1 : 0;
-    recipe.Add(LayoutOp::kMarlinNvfp4Scales, scale, {factor, half});
-    recipe.Add(LayoutOp::kMarlinTensorScale, name + "_tensor_scale", {factor, half});
-  } else if (HasTiledScales(format)) {
-    recipe.Add(LayoutOp::kMarlinFours, scale);
-  }
 }
 
 LayoutRecipe MarlinRecipe(const LayoutProblem& problem) {

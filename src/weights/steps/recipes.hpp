@@ -26,16 +26,9 @@ struct LayoutProblem {
   int64_t parts() const { return gated ? 2 : 1; }
 };
 
-/// The sizes that kernels see: the logical ones, rounded up. Gate and up are padded separately.
-struct PaddedSizes {
-  int64_t hidden = 0;
-  int64_t intermediate = 0;
-};
-
 /// FLASHINFER_TRTLLM: up rows first, interleaved (not block FP8), shuffled; scales of 4-bit and MX weights
 /// swizzled; block FP8 with blocks of K first. NVFP4, MXFP8, FP8 per tensor and 128 x 128.
 LayoutRecipe FlashInferTrtllmRecipe(const LayoutProblem& problem);
-PaddedSizes FlashInferTrtllmSizes(const LayoutProblem& problem);
 
 /// FLASHINFER_CUTLASS: up rows first, NVFP4 scales swizzled, one input scale for all experts.
 LayoutRecipe FlashInferCutlassRecipe(const LayoutProblem& problem);
@@ -46,10 +39,8 @@ LayoutRecipe FlashInferCuteDslRecipe(const LayoutProblem& problem, bool batched)
 
 /// VLLM_CUTLASS: canonical rows, NVFP4 scales swizzled, an input scale for each expert.
 LayoutRecipe VllmCutlassRecipe(const LayoutProblem& problem);
-PaddedSizes CutlassSizes(const LayoutProblem& problem);
 
 /// MARLIN: 16 x 64 tiles of 4- or 8-bit codes, permuted scales, no input scales.
 LayoutRecipe MarlinRecipe(const LayoutProblem& problem);
-PaddedSizes MarlinSizes(const LayoutProblem& problem);
 
 }  // namespace fusedmoe

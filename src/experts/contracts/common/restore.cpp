@@ -1,7 +1,9 @@
 #include "experts/contracts/common/restore.hpp"
 
 namespace fusedmoe {
+namespace {
 
+/// The tensors of one expert of prepared weights, sharing their memory.
 ExpertTensors TensorsOfExpert(const PreparedWeights& weights, int64_t expert) {
   ExpertTensors tensors;
   for (const PreparedWeights::Named& named : weights.tensors) {
@@ -9,6 +11,8 @@ ExpertTensors TensorsOfExpert(const PreparedWeights& weights, int64_t expert) {
   }
   return tensors;
 }
+
+}  // namespace
 
 Result<CanonicalExpert> RestoreExpert(const PreparedWeights& weights, const FusedShape& shape,
                                       int64_t expert) {

@@ -5,9 +5,6 @@
 
 namespace fusedmoe {
 
-/// The tensors of one expert of prepared weights, sharing their memory.
-ExpertTensors TensorsOfExpert(const PreparedWeights& weights, int64_t expert);
-
 /// The canonical expert that was prepared, bit for bit: the recipe backwards, and what lossy steps kept.
 Result<CanonicalExpert> RestoreExpert(const PreparedWeights& weights, const FusedShape& shape,
                                       int64_t expert);

@@ -52,6 +52,15 @@ bool IsOperandElement(DType element) {
          element == DType::kF6E2M3 || element == DType::kF6E3M2 || element == DType::kI8;
 }
 
+/// True when tiles of the first GEMM can quantize their outputs themselves, whatever is multiplied: scales at
+/// hand (stored, or of groups of up to 64), elements that RoundToGrid rounds to.
+bool QuantizesInTile(const ActivationFormat& format) {
+  const Kind kind = KindOf(format);
+  const bool blocks = (kind == Kind::kTwoLevel || kind == Kind::kMx) && format.group.col <= 64;
+  return format.quantized() && !NeedsDynamicTensorScale(format) && (blocks || kind == Kind::kPerTensor) &&
+         *format.element != DType::kI8 && !format.rule.ties_toward_zero;
+}
+
 }  // namespace
 
 Status CheckOperandFormat(const ActivationFormat& format) {
@@ -95,13 +104,6 @@ DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format) {
   quantizer.rule = format.rule;
   quantizer.grid = GridOf(*format.element);
   return quantizer;
-}
-
-bool QuantizesInTile(const ActivationFormat& format) {
-  const Kind kind = KindOf(format);
-  const bool blocks = (kind == Kind::kTwoLevel || kind == Kind::kMx) && format.group.col <= 64;
-  return format.quantized() && !NeedsDynamicTensorScale(format) && (blocks || kind == Kind::kPerTensor) &&
-         *format.element != DType::kI8 && !format.rule.ties_toward_zero;
 }
 
 bool IsCodeRowQuantizer(const DeviceQuantizer& q) {

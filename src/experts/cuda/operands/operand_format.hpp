@@ -60,9 +60,6 @@ inline constexpr int64_t kMostCodeCols = int64_t{1} << 14;
 /// Whether code_rows_sm90.cuh gives the codes of that quantizer.
 bool IsCodeRowQuantizer(const DeviceQuantizer& quantizer);
 
-/// True when tiles of the first GEMM can quantize their outputs themselves, whatever is multiplied: scales at
-/// hand (stored, or of groups of up to 64), elements that RoundToGrid rounds to.
-bool QuantizesInTile(const ActivationFormat& format);
 /// True when codes may be multiplied and their sums scaled: scales of tensors, rows or groups of 128.
 bool ScalesActOnSums(const ActivationFormat& format);
 /// True when operands can be codes that the 8-bit units multiply by those weights: of one kind, and with
