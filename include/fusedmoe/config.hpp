@@ -150,11 +150,4 @@ MoeConfig RoutedConfig(const MoeConfig& layer);
 /// swiglustep whose parameters make it silu(g) * u is refused: nobody has set them.
 Status Validate(const MoeConfig& config);
 
-/// The part of one rank: `whole` describes the layer on one rank, `parallel` the deployment. Splits experts
-/// (EP) or the intermediate sizes (TP) and takes the activation format that the all-to-all backend delivers.
-/// `intermediate_multiple`: what each part must be a multiple of (a quantization group). kUsage names the
-/// sizes that could be split.
-Result<MoeConfig> ConfigOfRank(const MoeConfig& whole, const ParallelConfig& parallel,
-                               int64_t intermediate_multiple = 1);
-
 }  // namespace fusedmoe

@@ -117,8 +117,7 @@ enum class ParallelPredicate : uint8_t {
   FMOE_PARALLEL_PREDICATE_TABLE(FMOE_PARALLEL_PREDICATE_ENUMERATOR)
 #undef FMOE_PARALLEL_PREDICATE_ENUMERATOR
 };
-std::string_view ParallelPredicateName(ParallelPredicate predicate);  ///< upstream's name of it
-std::optional<ParallelPredicate> ParseParallelPredicate(std::string_view name);
+std::optional<ParallelPredicate> ParseParallelPredicate(std::string_view name);  ///< upstream's names
 /// Whether the predicate holds. The last two are those of older releases.
 bool Holds(ParallelPredicate predicate, const ParallelConfig& config);
 /// dp_size > 1 and use_ep.
@@ -188,9 +187,7 @@ struct RankSizes {
   int64_t num_local_experts = 0;
   int64_t intermediate = 0;
 };
-/// Splits a layer. `intermediate_multiple`: what the part of a rank must be a multiple of (a quantization
-/// group). Errors: kUsage, naming the size and those that could be split.
-Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_experts, int64_t intermediate,
-                                  int64_t intermediate_multiple = 1);
+/// Splits a layer. Errors: kUsage, naming the size and those that could be split.
+Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_experts, int64_t intermediate);
 
 }  // namespace fusedmoe

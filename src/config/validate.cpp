@@ -185,25 +185,4 @@ Status Validate(const MoeConfig& config) {
   return Status::Ok();
 }
 
-Result<MoeConfig> ConfigOfRank(const MoeConfig& whole, const ParallelConfig& parallel,
-                               int64_t intermediate_multiple) {
-  FMOE_ASSIGN_OR_RETURN(const RankSizes sizes, DeriveRankSizes(parallel, whole.num_experts,
-                                                               whole.intermediate, intermediate_multiple));
-  MoeConfig part = whole;
-  part.parallel = parallel;
-  part.num_local_experts = sizes.num_local_experts;
-  part.intermediate = sizes.intermediate;
-  if (whole.shared.intermediate > 0) {
-    auto shared =
-        DeriveRankSizes(parallel, whole.num_experts, whole.shared.intermediate, intermediate_multiple);
-    if (!shared.ok()) {
-      return std::move(shared).status().WithContext("shared experts");
-    }
-    part.shared.intermediate = shared->intermediate;
-  }
-  part.activation_format = UseBatchedActivationFormat(parallel) ? ActivationFormatKind::kBatchedExperts
-                                                                : ActivationFormatKind::kStandard;
-  return part;
-}
-
 }  // namespace fusedmoe

@@ -33,12 +33,6 @@ FMOE_HOST_DEVICE constexpr float ClampToRange(float value, float low, float high
 FMOE_HOST_DEVICE constexpr int8_t EncodeInt8RneSaturating(float value) {
   return static_cast<int8_t>(RoundHalfEven(ClampToRange(value, -128.0F, 127.0F)));
 }
-FMOE_HOST_DEVICE constexpr int8_t EncodeInt8HalfAwaySaturating(float value) {
-  return static_cast<int8_t>(RoundHalfAway(ClampToRange(value, -128.0F, 127.0F)));
-}
-FMOE_HOST_DEVICE constexpr int8_t EncodeInt8TruncateSaturating(float value) {
-  return static_cast<int8_t>(Truncate(ClampToRange(value, -128.0F, 127.0F)));
-}
 FMOE_HOST_DEVICE constexpr uint8_t EncodeUint8RneSaturating(float value) {
   return static_cast<uint8_t>(RoundHalfEven(ClampToRange(value, 0.0F, 255.0F)));
 }
@@ -52,9 +46,6 @@ FMOE_HOST_DEVICE constexpr uint8_t EncodeUint4RneSaturating(float value) {
 /// -8..7 of a two's complement nibble; bits above the nibble are ignored.
 FMOE_HOST_DEVICE constexpr int DecodeInt4(uint8_t code) {
   return ((code & 0xf) ^ 8) - 8;
-}
-FMOE_HOST_DEVICE constexpr int DecodeUint4(uint8_t code) {
-  return code & 0xf;
 }
 
 }  // namespace fusedmoe

@@ -25,7 +25,6 @@ enum class MinifloatKind : uint8_t {
 /// Works on bits, so that it is the same on every device, with any compiler flags, and vectorizes.
 template <int ExponentBits, int MantissaBits, int Bias, MinifloatKind Kind>
 struct Minifloat {
-  static constexpr int kExponentBits = ExponentBits;
   static constexpr int kMantissaBits = MantissaBits;
   static constexpr int kBias = Bias;
   static constexpr int kBits = 1 + ExponentBits + MantissaBits;

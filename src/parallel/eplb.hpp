@@ -46,7 +46,6 @@ class EplbState {
   const EplbShape& shape() const { return shape_; }
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
   const EplbMaps& maps(int64_t layer) const { return layers_[static_cast<size_t>(layer)]; }
-  int64_t steps_until_rearrange() const { return options_.interval_steps - step_; }
 
   /// Ends a step. `physical_load` [num_layers, num_physical]: tokens per physical expert of this step.
   /// Returns whether a rearrangement is due. kUsage on a wrong size or a negative load.

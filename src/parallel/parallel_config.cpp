@@ -168,10 +168,6 @@ int64_t SequenceParallelSize(const ParallelSizes& sizes) {
   return can ? sizes.tp : 1;
 }
 
-std::string_view ParallelPredicateName(ParallelPredicate predicate) {
-  return kPredicateRows[static_cast<size_t>(predicate)].name;
-}
-
 std::optional<ParallelPredicate> ParseParallelPredicate(std::string_view name) {
   for (size_t index = 0; index < std::size(kPredicateRows); ++index) {
     if (kPredicateRows[index].name == name) {

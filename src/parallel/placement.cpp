@@ -139,19 +139,16 @@ Result<RoundRobinTables> MakeRoundRobinTables(int64_t num_experts, int64_t ep_si
   return tables;
 }
 
-Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_experts, int64_t intermediate,
-                                  int64_t intermediate_multiple) {
+Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_experts, int64_t intermediate) {
   FMOE_RETURN_IF_ERROR(CheckPlacement(num_experts, config.ep_size, config.ep_rank));
-  if (intermediate < 1 || intermediate_multiple < 1 || config.tp_size < 1) {
-    return Status::Usage(fmt::format("intermediate size {}, multiple {} and tp size {} must be at least 1",
-                                     intermediate, intermediate_multiple, config.tp_size));
-  }
-  if (intermediate % config.tp_size != 0 || intermediate / config.tp_size % intermediate_multiple != 0) {
-    const std::string grain =
-        intermediate_multiple == 1 ? "" : fmt::format(" into multiples of {}", intermediate_multiple);
+  if (intermediate < 1 || config.tp_size < 1) {
     return Status::Usage(
-        fmt::format("intermediate size {} cannot be split over {} tensor-parallel ranks{}; ranks could be {}",
-                    intermediate, config.tp_size, grain, DivisorList(intermediate, intermediate_multiple)));
+        fmt::format("intermediate size {} and tp size {} must be at least 1", intermediate, config.tp_size));
+  }
+  if (intermediate % config.tp_size != 0) {
+    return Status::Usage(
+        fmt::format("intermediate size {} cannot be split over {} tensor-parallel ranks; ranks could be {}",
+                    intermediate, config.tp_size, DivisorList(intermediate)));
   }
   const std::optional<int64_t> all = CheckedAdd(num_experts, config.num_redundant_experts);
   if (config.num_redundant_experts < 0 || !all) {

@@ -266,9 +266,8 @@ void FakeQuantizeRow(const ActivationFormat& format, float tensor_scale, float* 
   if (!format.quantized()) {
     return;
   }
-  auto* bytes = reinterpret_cast<std::byte*>(x);
-  quant_rows::FakeQuantize(format, tensor_scale, SourceOf(format, DType::kF32, bytes), count, DType::kF32,
-                           bytes);
+  const auto* bytes = reinterpret_cast<const std::byte*>(x);
+  quant_rows::FakeQuantize(format, tensor_scale, SourceOf(format, DType::kF32, bytes), count, x);
 }
 
 Result<float> QuantizeInput(const Executor& executor, const ActivationFormat& format,
@@ -305,33 +304,6 @@ Result<float> QuantizeInput(const Executor& executor, const ActivationFormat& fo
     }
     quant_rows::Quantize(format, tensor_scale, source, geometry.columns, RowOf(out.codes, expert, row),
                          target);
-  });
-  return tensor_scale;
-}
-
-Result<float> FakeQuantizeInput(const Executor& executor, const ActivationFormat& format,
-                                std::optional<float> static_scale, const ActivationRows& rows,
-                                const MutableTensorView& out) {
-  if (!format.element) {
-    return Status::BadInput("the activation format does not quantize");
-  }
-  FMOE_RETURN_IF_ERROR(CheckActivationFormat(format));
-  FMOE_RETURN_IF_ERROR(CheckRows(rows));
-  if (!IsPlainFloat(out.dtype()) || !(out.shape() == rows.values.shape())) {
-    return Status::BadInput(fmt::format("the result is {} {}; F32, BF16 or F16 {} is required",
-                                        DTypeName(out.dtype()), out.shape().ToString(),
-                                        rows.values.shape().ToString()));
-  }
-  if (out.data() == rows.values.data() && out.dtype() != rows.values.dtype()) {
-    return Status::BadInput(fmt::format("in place the result must be {} like the values, not {}",
-                                        DTypeName(rows.values.dtype()), DTypeName(out.dtype())));
-  }
-  FMOE_ASSIGN_OR_RETURN(const float tensor_scale, TensorScaleInEffect(executor, format, static_scale, rows));
-  const Geometry geometry = Geometry::Of(rows.values);
-  ForValidRows(executor, rows, geometry, [&](int64_t expert, int64_t row) {
-    const Source source = SourceOf(format, rows.values.dtype(), RowOf(rows.values, expert, row));
-    quant_rows::FakeQuantize(format, tensor_scale, source, geometry.columns, out.dtype(),
-                             RowOf(out, expert, row));
   });
   return tensor_scale;
 }

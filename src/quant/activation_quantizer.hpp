@@ -115,10 +115,4 @@ Result<float> QuantizeInput(const Executor& executor, const ActivationFormat& fo
                             std::optional<float> static_scale, const ActivationRows& rows,
                             const QuantizedRows& out);
 
-/// The quantize-dequantize form; `out` has the shape of the values and F32, BF16 or F16 (rounded once), and
-/// may be the values themselves.
-Result<float> FakeQuantizeInput(const Executor& executor, const ActivationFormat& format,
-                                std::optional<float> static_scale, const ActivationRows& rows,
-                                const MutableTensorView& out);
-
 }  // namespace fusedmoe

@@ -145,10 +145,9 @@ void Quantize(const ActivationFormat& format, float tensor_scale, const Source& 
 }
 
 void FakeQuantize(const ActivationFormat& format, float tensor_scale, const Source& source, int64_t count,
-                  DType out_dtype, std::byte* out) {
+                  float* out) {
   const bool per_tensor = IsPerTensor(format);
   const int64_t group = GroupColumns(format, count);
-  const int64_t out_bytes = DTypeBits(out_dtype) / 8;
   float buffer[kChunk];
   std::byte codes[kChunk];  // elements have at most 8 bits
   std::byte stored[8];
@@ -163,9 +162,8 @@ void FakeQuantize(const ActivationFormat& format, float tensor_scale, const Sour
       EncodeChunk(format, step, buffer, part, codes);
       DecodeRow(*format.element, codes, 0, part, buffer);
       for (int64_t k = 0; k < part; ++k) {
-        buffer[k] *= scale;
+        out[first + i + k] = buffer[k] * scale;
       }
-      EncodeRow(out_dtype, buffer, part, out + (first + i) * out_bytes);
     }
   }
 }

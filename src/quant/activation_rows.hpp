@@ -83,8 +83,8 @@ void EncodeChunk(const ActivationFormat& format, const EncodeStep& step, float* 
 void Quantize(const ActivationFormat& format, float tensor_scale, const Source& source, int64_t count,
               std::byte* codes, const ScaleTarget& scales);
 
-/// Writes F32, BF16 or F16; `out` may be the source row itself when the types agree.
+/// `out` may be the source row itself.
 void FakeQuantize(const ActivationFormat& format, float tensor_scale, const Source& source, int64_t count,
-                  DType out_dtype, std::byte* out);
+                  float* out);
 
 }  // namespace fusedmoe::quant_rows

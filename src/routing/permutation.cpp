@@ -75,10 +75,6 @@ int64_t MaxAlignedSlots(int64_t num_slots, int64_t num_experts, int64_t block, b
   return num_slots < num_experts ? std::min(num_slots * block, most) : most;
 }
 
-bool PreferNaiveBlocks(int64_t num_tokens, int64_t top_k, int64_t num_experts, bool has_expert_map) {
-  return !has_expert_map && num_tokens * top_k * 4 <= num_experts;
-}
-
 Result<int64_t> AlignBlockSize(std::span<const int32_t> topk_ids, int64_t num_experts, int64_t block,
                                std::span<const int32_t> expert_map, NonLocal non_local,
                                std::span<int32_t> sorted_slots, std::span<int32_t> block_experts,

@@ -20,9 +20,6 @@ void CountExpertTokens(std::span<const int32_t> topk_ids, std::span<const int32_
 /// only, but never more experts than slots have one. `whole_blocks`: rounded up to the block.
 int64_t MaxAlignedSlots(int64_t num_slots, int64_t num_experts, int64_t block, bool whole_blocks);
 
-/// Whether blocks of one slot, unsorted, are the better plan: few slots over many experts and no map.
-bool PreferNaiveBlocks(int64_t num_tokens, int64_t top_k, int64_t num_experts, bool has_expert_map);
-
 /// What happens to slots whose expert is not local.
 enum class NonLocal : uint8_t {
   kDrop,  ///< they appear nowhere; blocks are in local order

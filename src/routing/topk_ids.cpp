@@ -6,20 +6,10 @@
 
 namespace fusedmoe {
 
-int32_t PackIdAndWeight(int32_t id, float weight) {
-  return static_cast<int32_t>(static_cast<uint32_t>(id) << 16 | EncodeBf16Rne(weight));
-}
-
 void PackTopK(std::span<const int32_t> ids, std::span<const float> weights, std::span<int32_t> packed) {
   for (size_t slot = 0; slot < ids.size(); ++slot) {
-    packed[slot] = PackIdAndWeight(ids[slot], weights[slot]);
-  }
-}
-
-void UnpackTopK(std::span<const int32_t> packed, std::span<int32_t> ids, std::span<float> weights) {
-  for (size_t slot = 0; slot < packed.size(); ++slot) {
-    ids[slot] = packed[slot] >> 16;
-    weights[slot] = DecodeBf16(static_cast<uint16_t>(packed[slot] & 0xffff));
+    packed[slot] =
+        static_cast<int32_t>(static_cast<uint32_t>(ids[slot]) << 16 | EncodeBf16Rne(weights[slot]));
   }
 }
 

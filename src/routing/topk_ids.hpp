@@ -10,9 +10,7 @@ namespace fusedmoe {
 
 /// TensorRT-LLM's packed form: the id in the upper half, the weight as bf16 bits in the lower. Ids below
 /// 2^15.
-int32_t PackIdAndWeight(int32_t id, float weight);
 void PackTopK(std::span<const int32_t> ids, std::span<const float> weights, std::span<int32_t> packed);
-void UnpackTopK(std::span<const int32_t> packed, std::span<int32_t> ids, std::span<float> weights);
 
 /// Which of `count` replicas a token of that row takes: a hash of the row, so that dispatch and combine agree
 /// and neighbouring tokens spread.

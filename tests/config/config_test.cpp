@@ -104,7 +104,7 @@ TEST(MoeConfig_, EveryRankOfEverySplitIsSoundAndThePartsAddUp) {
         for (int64_t rank = 0; rank < tp * dp; ++rank) {
           const auto parallel = MakeParallelConfig(sizes, *RanksOf(sizes, rank));
           ASSERT_TRUE(parallel.ok());
-          const auto part = ConfigOfRank(Sound(), *parallel);
+          const auto part = PerRank(Sound(), *parallel);
           ASSERT_TRUE(part.ok()) << part.status().ToString();
           EXPECT_TRUE(Validate(*part).ok()) << Validate(*part).ToString();
           experts += part->num_local_experts;
@@ -140,28 +140,10 @@ TEST(MoeConfig_, SharesOfThisLibrary_GoRoundWhateverTheSize) {
 TEST(MoeConfig_, SizesThatCannotBeSplitAreRefusedWithThoseThatCould) {
   ParallelSizes sizes;
   sizes.tp = 5;
-  const auto refused = ConfigOfRank(Sound(), *MakeParallelConfig(sizes));
+  const auto refused = PerRank(Sound(), *MakeParallelConfig(sizes));
   ASSERT_FALSE(refused.ok());
   EXPECT_NE(refused.status().message().find("768 cannot be split over 5"), std::string::npos);
   EXPECT_NE(refused.status().message().find("1, 2, 3, 4, 6, 8"), std::string::npos);
-  sizes.tp = 4;
-  const auto grouped = ConfigOfRank(Sound(), *MakeParallelConfig(sizes), 128);
-  ASSERT_FALSE(grouped.ok());
-  EXPECT_NE(grouped.status().message().find("multiples of 128; ranks could be 1, 2, 3, 6"), std::string::npos)
-      << grouped.status().message();
-  MoeConfig shared = Sound();
-  shared.shared.intermediate = 6;
-  EXPECT_EQ(ConfigOfRank(shared, *MakeParallelConfig(sizes)).status().message().rfind("shared experts", 0),
-            0U);
-}
-
-TEST(MoeConfig_, BatchedAllToAllGivesBatchedFormat) {
-  ParallelSizes sizes;
-  sizes.dp = 2;
-  sizes.enable_expert_parallel = true;
-  sizes.all2all = "deepep_low_latency";
-  EXPECT_EQ(ConfigOfRank(Sound(), *MakeParallelConfig(sizes))->activation_format,
-            ActivationFormatKind::kBatchedExperts);
 }
 
 TEST(Names, OfActivationsAndDeterminismAreReadBack) {

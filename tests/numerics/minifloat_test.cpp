@@ -14,7 +14,7 @@ namespace {
 template <typename Codec, MinifloatKind kKind>
 struct Textbook {
   static constexpr int kM = Codec::kMantissaBits;
-  static constexpr int kE = Codec::kExponentBits;
+  static constexpr int kE = Codec::kBits - 1 - kM;
 
   static double Magnitude(uint32_t code) {
     const int exponent = static_cast<int>(code >> kM) & ((1 << kE) - 1);

@@ -127,11 +127,5 @@ TEST(Permutation_, UnpermuteUndoesPermuteForEveryRank) {
   }
 }
 
-TEST(Permutation_, NaiveBlocksAreForFewSlotsWithoutMap) {
-  EXPECT_TRUE(PreferNaiveBlocks(4, 8, 128, false));
-  EXPECT_FALSE(PreferNaiveBlocks(5, 8, 128, false));
-  EXPECT_FALSE(PreferNaiveBlocks(4, 8, 128, true));
-}
-
 }  // namespace
 }  // namespace fusedmoe

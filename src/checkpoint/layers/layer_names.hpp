@@ -56,7 +56,6 @@ struct LayerNames {
   ExpertNames experts;
   /// Names up to the suffix; gate empty when not gated.
   std::string shared_gate_proj, shared_up, shared_down;
-  std::string shared_weight_suffix = ".weight";
   bool shared_fused = false;  ///< shared_up holds gate and up rows (Granite: input_linear)
   std::string shared_gate;    ///< tensor of the sigmoid gate
   std::string widthless;      ///< down of shared experts without rows, as transformers writes them

@@ -59,8 +59,7 @@ enum CodeGrid : int {
   kGridE2m3,
   kGridE3m2,
   kGridE4m3,
-  kGridE5m2,
-  kNumCodeGrids
+  kGridE5m2
 };
 
 /// largest[g] = bits of the largest magnitude of values[g * group ...], NaN above infinity above numbers; 0
