@@ -109,13 +109,16 @@ Status ListMatrix(const BackendsFlags& flags, Output& output) {
       const bool one = standard[index].supported;
       const bool other = index < batched.size() && batched[index].supported;
       head.push_back(standard[index].backend);
-      row.push_back(one && other ? "both" : one ? "standard" : other ? "batched" : "-");
+      row.emplace_back(one && other ? "both"
+                       : one        ? ActivationFormatName(ActivationFormatKind::kStandard)
+                       : other      ? ActivationFormatName(ActivationFormatKind::kBatchedExperts)
+                                    : "-");
     }
-    const auto add = [&matrix, &name](const std::vector<Candidate>& candidates, std::string_view format) {
+    const auto add = [&matrix, &name](const std::vector<Candidate>& candidates, ActivationFormatKind format) {
       for (const Candidate& candidate : candidates) {
         Json cell = {{"scheme", name},
                      {"backend", candidate.backend},
-                     {"activation_format", format},
+                     {"activation_format", ActivationFormatName(format)},
                      {"supported", candidate.supported}};
         if (!candidate.supported && !candidate.verdicts.empty()) {
           cell["code"] = ReasonCode(candidate.verdicts.front().reason);
@@ -124,8 +127,8 @@ Status ListMatrix(const BackendsFlags& flags, Output& output) {
         matrix.push_back(cell);
       }
     };
-    add(standard, "standard");
-    add(batched, "batched");
+    add(standard, ActivationFormatKind::kStandard);
+    add(batched, ActivationFormatKind::kBatchedExperts);
     if (rows.empty()) {
       rows.push_back(head);
     }

@@ -6,10 +6,6 @@
 
 namespace fusedmoe::cli {
 
-std::string_view ActivationFormatName(ActivationFormatKind kind) {
-  return kind == ActivationFormatKind::kStandard ? "standard" : "batched";
-}
-
 std::vector<std::string> IsaNames(const Machine& machine) {
   std::vector<std::string> names;
 #define FMOE_CLI_ISA(id, name, needs) \
@@ -193,10 +189,6 @@ std::string Table(const std::vector<std::vector<std::string>>& rows) {
     text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
   }
   return text;
-}
-
-std::string Join(const std::vector<std::string>& words) {
-  return fmt::format("{}", fmt::join(words, ", "));
 }
 
 }  // namespace fusedmoe::cli

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,6 @@ Json CandidatesToJson(const Selection& selection);
 /// The same for people, one line and one for the shared experts.
 std::string PlanText(const Plan& plan);
 
-std::string_view ActivationFormatName(ActivationFormatKind kind);  // "standard", "batched"
 std::vector<std::string> IsaNames(const Machine& machine);
 
 /// Lines that say how many outputs are no numbers on both sides of a comparison, or beyond their dtype; empty
@@ -31,7 +31,14 @@ std::string NotFiniteText(int64_t not_finite, int64_t overflowed);
 
 /// Columns of equal width, the first row being the head; figures stand on the right.
 std::string Table(const std::vector<std::vector<std::string>>& rows);
-/// "a, b, c"
-std::string Join(const std::vector<std::string>& words);
+/// "a, b, c": the words, or what `word_of` (a member or a function) gives of each.
+template <typename Words, typename WordOf = std::identity>
+std::string Join(const Words& words, WordOf word_of = {}) {
+  std::string text;
+  for (const auto& word : words) {
+    text.append(text.empty() ? "" : ", ").append(std::invoke(word_of, word));
+  }
+  return text;
+}
 
 }  // namespace fusedmoe::cli

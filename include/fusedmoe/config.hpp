@@ -28,6 +28,19 @@
   X(kReluNoMul, "relu_no_mul", false, "relu(x)")                                                            \
   X(kRelu2NoMul, "relu2_no_mul", false, "relu(x)^2")
 
+/// Every activation format, once: enumerator, name, vLLM's name, rows that the experts get.
+#define FMOE_ACTIVATION_FORMAT_TABLE(X)                               \
+  X(kStandard, "standard", "Standard", "[M, H], experts by topk_ids") \
+  X(kBatchedExperts, "batched", "BatchedExperts",                     \
+    "[E_local, max_tokens * num_dispatchers, H] with a count per expert")
+
+/// Every level of determinism, once: enumerator, name, what the bits of a result must not depend on.
+#define FMOE_DETERMINISM_TABLE(X)                                        \
+  X(kRunToRun, "run_to_run", "when it is computed")                      \
+  X(kThreadInvariant, "thread_invariant", "the number of threads")       \
+  X(kBatchInvariant, "batch_invariant", "the other tokens of the batch") \
+  X(kRankInvariant, "rank_invariant", "the number of ranks that whole experts are spread over")
+
 namespace fusedmoe {
 
 enum class ActivationKind : uint8_t {
@@ -91,20 +104,25 @@ constexpr ActivationSpec CanonicalActivation(ActivationKind kind) {
 }
 
 enum class ActivationFormatKind : uint8_t {
-  kStandard,       ///< [M, H], experts by topk_ids
-  kBatchedExperts  ///< [E_local, max_tokens * num_dispatchers, H] with a count per expert
+#define FMOE_ACTIVATION_FORMAT_ENUMERATOR(id, name, upstream, rows) id,
+  FMOE_ACTIVATION_FORMAT_TABLE(FMOE_ACTIVATION_FORMAT_ENUMERATOR)
+#undef FMOE_ACTIVATION_FORMAT_ENUMERATOR
 };
+std::string_view ActivationFormatName(ActivationFormatKind format);  ///< "standard", "batched"
+/// Nothing for another name.
+std::optional<ActivationFormatKind> ParseActivationFormat(std::string_view name);
+std::string ActivationFormatNames();  ///< "standard, batched", for messages
 
 /// What the bits of a result must not depend on; each level includes those before it. Where a backend cannot
 /// promise a level it is refused (docs/oracle.md), never weakened.
 enum class Determinism : uint8_t {
-  kRunToRun,         ///< when it is computed
-  kThreadInvariant,  ///< the number of threads
-  kBatchInvariant,   ///< the other tokens of the batch
-  kRankInvariant     ///< the number of ranks that whole experts are spread over
+#define FMOE_DETERMINISM_ENUMERATOR(id, name, what) id,
+  FMOE_DETERMINISM_TABLE(FMOE_DETERMINISM_ENUMERATOR)
+#undef FMOE_DETERMINISM_ENUMERATOR
 };
 std::string_view DeterminismName(Determinism level);  ///< "run_to_run", "thread_invariant", ...
 std::optional<Determinism> ParseDeterminism(std::string_view name);  ///< nothing for another name
+std::string DeterminismNames();  ///< "run_to_run, thread_invariant, ...", for messages
 
 /// The experts that every token visits, beside the routed ones.
 struct SharedExpertConfig {

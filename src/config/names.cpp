@@ -2,6 +2,8 @@
 
 #include <fusedmoe/config.hpp>
 
+#include "core/names.hpp"
+
 namespace fusedmoe {
 namespace {
 
@@ -21,8 +23,17 @@ constexpr std::pair<std::string_view, ActivationKind> kActivationAliases[] = {
     {"reglu", ActivationKind::kRelu},
 };
 
-constexpr std::string_view kDeterminismNames[] = {"run_to_run", "thread_invariant", "batch_invariant",
-                                                  "rank_invariant"};
+constexpr std::string_view kActivationFormatNames[] = {
+#define FMOE_ACTIVATION_FORMAT_NAME(id, name, upstream, rows) name,
+    FMOE_ACTIVATION_FORMAT_TABLE(FMOE_ACTIVATION_FORMAT_NAME)
+#undef FMOE_ACTIVATION_FORMAT_NAME
+};
+
+constexpr std::string_view kDeterminismNames[] = {
+#define FMOE_DETERMINISM_NAME(id, name, what) name,
+    FMOE_DETERMINISM_TABLE(FMOE_DETERMINISM_NAME)
+#undef FMOE_DETERMINISM_NAME
+};
 
 }  // namespace
 
@@ -31,25 +42,16 @@ std::string_view ActivationName(ActivationKind kind) {
 }
 
 std::string ActivationNames() {
-  std::string names;
-  for (const std::string_view name : kActivationNames) {
-    names += (names.empty() ? "" : ", ") + std::string(name);
-  }
-  return names;
+  return JoinNames(kActivationNames);
 }
 
 std::optional<ActivationKind> ParseActivation(std::string_view name) {
-  for (size_t index = 0; index < std::size(kActivationNames); ++index) {
-    if (kActivationNames[index] == name) {
-      return static_cast<ActivationKind>(index);
-    }
-  }
   for (const auto& [alias, kind] : kActivationAliases) {
     if (alias == name) {
       return kind;
     }
   }
-  return std::nullopt;
+  return ParseName<ActivationKind>(kActivationNames, name);
 }
 
 std::optional<ActivationKind> WithoutMul(ActivationKind kind) {
@@ -78,17 +80,28 @@ std::optional<ActivationKind> WithoutMul(ActivationKind kind) {
   return std::nullopt;
 }
 
+std::string_view ActivationFormatName(ActivationFormatKind format) {
+  return kActivationFormatNames[static_cast<size_t>(format)];
+}
+
+std::optional<ActivationFormatKind> ParseActivationFormat(std::string_view name) {
+  return ParseName<ActivationFormatKind>(kActivationFormatNames, name);
+}
+
+std::string ActivationFormatNames() {
+  return JoinNames(kActivationFormatNames);
+}
+
 std::string_view DeterminismName(Determinism level) {
   return kDeterminismNames[static_cast<size_t>(level)];
 }
 
 std::optional<Determinism> ParseDeterminism(std::string_view name) {
-  for (size_t index = 0; index < std::size(kDeterminismNames); ++index) {
-    if (kDeterminismNames[index] == name) {
-      return static_cast<Determinism>(index);
-    }
-  }
-  return std::nullopt;
+  return ParseName<Determinism>(kDeterminismNames, name);
+}
+
+std::string DeterminismNames() {
+  return JoinNames(kDeterminismNames);
 }
 
 }  // namespace fusedmoe

@@ -42,7 +42,6 @@ class Members {
 }  // namespace
 
 std::string JsonText(const Plan& plan) {
-  const bool standard = plan.activation_format == ActivationFormatKind::kStandard;
   std::vector<std::string> recipe;
   for (const std::string& step : plan.recipe) {
     recipe.push_back(Quoted(step));
@@ -53,7 +52,7 @@ std::string JsonText(const Plan& plan) {
     members.Text("isa", plan.isa);
   }
   members.Text("mode", plan.mode);
-  members.Text("activation_format", standard ? "standard" : "batched");
+  members.Text("activation_format", ActivationFormatName(plan.activation_format));
   members.Text("activation", ActivationModeName(plan.activation));
   members.Text("prepare_finalize", plan.prepare_finalize);
   members.Add("recipe", fmt::format("[{}]", fmt::join(recipe, ",")));

@@ -5,7 +5,12 @@
 namespace fusedmoe {
 
 std::string_view FormatName(ActivationFormatKind format) {
-  return format == ActivationFormatKind::kStandard ? "Standard" : "BatchedExperts";
+  constexpr std::string_view kNames[] = {
+#define FMOE_UPSTREAM_NAME(id, name, upstream, rows) upstream,
+      FMOE_ACTIVATION_FORMAT_TABLE(FMOE_UPSTREAM_NAME)
+#undef FMOE_UPSTREAM_NAME
+  };
+  return kNames[static_cast<size_t>(format)];
 }
 
 std::string_view ActivationModeName(ActivationMode mode) {

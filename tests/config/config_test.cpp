@@ -146,7 +146,7 @@ TEST(MoeConfig_, SizesThatCannotBeSplitAreRefusedWithThoseThatCould) {
   EXPECT_NE(refused.status().message().find("1, 2, 3, 4, 6, 8"), std::string::npos);
 }
 
-TEST(Names, OfActivationsAndDeterminismAreReadBack) {
+TEST(Names, OfActivationsFormatsAndDeterminismAreReadBack) {
 #define FMOE_CHECK(id, name, gated, formula)            \
   EXPECT_EQ(ParseActivation(name), ActivationKind::id); \
   EXPECT_EQ(ActivationName(ActivationKind::id), name);  \
@@ -158,11 +158,20 @@ TEST(Names, OfActivationsAndDeterminismAreReadBack) {
   EXPECT_EQ(ActivationNames().rfind("silu, gelu, ", 0), 0U) << ActivationNames();
   EXPECT_FALSE(ParseActivation("SILU"));
   EXPECT_FALSE(ParseActivation(""));
-  for (const Determinism level : {Determinism::kRunToRun, Determinism::kThreadInvariant,
-                                  Determinism::kBatchInvariant, Determinism::kRankInvariant}) {
-    EXPECT_EQ(ParseDeterminism(DeterminismName(level)), level);
-  }
+#define FMOE_CHECK(id, name, upstream, rows)                        \
+  EXPECT_EQ(ParseActivationFormat(name), ActivationFormatKind::id); \
+  EXPECT_EQ(ActivationFormatName(ActivationFormatKind::id), name);
+  FMOE_ACTIVATION_FORMAT_TABLE(FMOE_CHECK)
+#undef FMOE_CHECK
+  EXPECT_FALSE(ParseActivationFormat("Standard")) << "vLLM's name";
+  EXPECT_EQ(ActivationFormatNames(), "standard, batched");
+#define FMOE_CHECK(id, name, what)                    \
+  EXPECT_EQ(ParseDeterminism(name), Determinism::id); \
+  EXPECT_EQ(DeterminismName(Determinism::id), name);
+  FMOE_DETERMINISM_TABLE(FMOE_CHECK)
+#undef FMOE_CHECK
   EXPECT_FALSE(ParseDeterminism("sometimes"));
+  EXPECT_EQ(DeterminismNames(), "run_to_run, thread_invariant, batch_invariant, rank_invariant");
 }
 
 }  // namespace

@@ -22,7 +22,6 @@ constexpr int64_t kLargestSize = int64_t{1} << 31;
 constexpr std::string_view kMxRules[] = {"even",     "floor", "ceil", "no_element_max", "floor_of_quotient",
                                          "even_e2m1"};
 constexpr std::string_view kIntRoundings[] = {"half_even", "half_away", "truncate"};
-constexpr std::string_view kFormats[] = {"standard", "batched"};
 
 /// Two archives with the same members, so that one function `Fields` of each type says what its object has,
 /// in which order and within which limits: `FieldWriter` puts the values into an object, `FieldReader` takes
@@ -313,7 +312,7 @@ void Fields(Archive& archive, MoeConfig& config) {
   archive.Flag("has_router_bias", config.has_router_bias);
   archive.Flag("apply_router_weight_on_input", config.apply_router_weight_on_input);
   archive.Object("shared", config.shared);
-  archive.Listed("activation_format", config.activation_format, kFormats);
+  archive.Named("activation_format", config.activation_format, ActivationFormatName, ParseActivationFormat);
   archive.Require(
       "num_local_experts", [&] { return config.num_local_experts == config.num_experts; },
       "all experts of the layer");
