@@ -43,13 +43,7 @@ Status AddDiff(const ExplainFlags& flags, const AskedLayer& asked, const Explana
 
 // What the options of explain mean, word by word, from the tables that decide.
 std::string Words() {
-  std::string problems, platforms, switches;
-  for (const Problem& problem : Problems()) {
-    problems += (problems.empty() ? "" : ", ") + problem.name;
-  }
-  for (const Platform& platform : DescribedPlatforms()) {
-    platforms += (platforms.empty() ? "host, " : ", ") + platform.name;
-  }
+  std::string switches;
   for (const SwitchInfo& info : SwitchTable()) {
     switches += fmt::format("  {} (default '{}'; {})\n      {}\n", info.name, info.default_value,
                             info.families.empty()  ? "no scheme"
@@ -58,14 +52,14 @@ std::string Words() {
                             info.what);
   }
   return fmt::format(
-      "Problems: {}\n\nPlatforms: {}\n\n--diff A [B]: a platform, a deployment, or both, as sm90 or "
+      "Problems: {}\n\nPlatforms: host, {}\n\n--diff A [B]: a platform, a deployment, or both, as sm90 or "
       "sm100,dp=8,ep,all2all=deepep_low_latency\n\nSwitches for --env (set and true are two questions):\n{}\n"
       "Codes of the verdicts, order of the tables, switches: docs/oracle.md. Words of scales, here and "
       "upstream: "
       "docs/scales.md. All options and the JSON: docs/cli.md.\nExit codes: 0 ok, 2 usage, 3 bad input, 4 "
       "nothing can "
       "be chosen, 5 system.",
-      problems, platforms, switches);
+      Join(Problems(), &Problem::name), Join(DescribedPlatforms(), &Platform::name), switches);
 }
 
 Json MachineJson(const Platform& platform) {

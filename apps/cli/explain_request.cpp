@@ -9,6 +9,8 @@
 #include <fusedmoe/parallel.hpp>
 #include <fusedmoe/problems.hpp>
 
+#include "describe.hpp"
+
 namespace fusedmoe::cli {
 namespace {
 
@@ -120,12 +122,12 @@ Result<ExplainRequest> RequestOf(const ExplainFlags& flags, AskedLayer& asked) {
   request.selection.lora = flags.lora;
   const std::optional<DType> logits = ParseDType(flags.logits_dtype);
   if (!logits || !(*logits == DType::kF32 || *logits == DType::kBF16 || *logits == DType::kF16)) {
-    return UnknownName("dtype of router logits", flags.logits_dtype, {"F32", "BF16", "F16"});
+    return UnknownName("dtype of router logits", flags.logits_dtype, "F32, BF16, F16");
   }
   request.selection.router_logits_dtype = *logits;
   if (flags.allow_vllm_cutlass != "" && flags.allow_vllm_cutlass != "on" &&
       flags.allow_vllm_cutlass != "off") {
-    return UnknownName("value of --allow-vllm-cutlass", flags.allow_vllm_cutlass, {"on", "off"});
+    return UnknownName("value of --allow-vllm-cutlass", flags.allow_vllm_cutlass, "on, off");
   }
   if (!flags.allow_vllm_cutlass.empty()) {
     request.selection.allow_vllm_cutlass = flags.allow_vllm_cutlass == "on";
@@ -163,12 +165,9 @@ Result<ExplainRequest> SideOf(const ExplainFlags& flags, const AskedLayer& asked
     } else if (FindPlatform(word).ok()) {
       side.platform = word;
     } else {
-      std::vector<std::string> names = {"tp=N", "dp=N", "pcp=N",        "ep",  "no-ep",
-                                        "sp",   "eplb", "all2all=NAME", "host"};
-      for (const Platform& platform : DescribedPlatforms()) {
-        names.push_back(platform.name);
-      }
-      return UnknownName("--diff", word, names);
+      return UnknownName("--diff", word,
+                         "tp=N, dp=N, pcp=N, ep, no-ep, sp, eplb, all2all=NAME, host, " +
+                             Join(DescribedPlatforms(), &Platform::name));
     }
   }
   FMOE_RETURN_IF_ERROR(SetParallel(asked, sizes, sequence_parallel, 0, side));

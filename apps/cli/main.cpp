@@ -15,6 +15,7 @@
 #include <fusedmoe/version.hpp>
 
 #include "command.hpp"
+#include "describe.hpp"
 
 namespace fusedmoe::cli {
 
@@ -71,11 +72,7 @@ class HelpFormatter : public CLI::Formatter {
 };
 
 std::string CommandNames() {
-  std::string names;
-  for (const Command& command : CommandTable()) {
-    names += (names.empty() ? "" : ", ") + std::string(command.name);
-  }
-  return names;
+  return Join(CommandTable(), &Command::name);
 }
 
 // What the parser says of options and their values, in whole sentences.
@@ -109,8 +106,7 @@ Status UsageError(const CLI::App& app, const CLI::Error& error, int argc, char**
                        [word](const Command& command) { return command.name == word; });
   };
   if (argc > 1 && argv[1][0] != '-' && !is_command(argv[1])) {
-    return Status::Usage("command '" + std::string(argv[1]) + "' does not exist; there are " +
-                         CommandNames());
+    return UnknownName("command", argv[1], CommandNames());
   }
   if (argc < 2) {
     return Status::Usage("no command given; there are " + CommandNames());

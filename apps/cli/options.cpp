@@ -17,8 +17,6 @@
 #include <fusedmoe/jobs/tune.hpp>
 #include <fusedmoe/machine.hpp>
 
-#include "describe.hpp"
-
 namespace fusedmoe::cli {
 namespace {
 
@@ -48,11 +46,6 @@ Status CheckFolder(const char* option, const std::string& path) {
 }
 
 }  // namespace
-
-Status UnknownName(std::string_view what, std::string_view value, const std::vector<std::string>& names) {
-  return Status::Usage(std::string(what) + " '" + std::string(value) + "' does not exist; there are " +
-                       Join(names));
-}
 
 Result<std::vector<std::string>> SplitList(std::string_view option, const std::string& text) {
   std::vector<std::string> words;
@@ -226,7 +219,7 @@ Result<CheckpointOptions> Resolve(const CheckpointFlags& flags) {
   } else if (flags.io == "pread") {
     options.io = IoMode::kPread;
   } else if (flags.io != "auto") {
-    return UnknownName("io mode", flags.io, {"auto", "mmap", "pread"});
+    return UnknownName("io mode", flags.io, "auto, mmap, pread");
   }
   options.expert_layout = flags.expert_layout;
   options.allow_partial = flags.allow_partial;
@@ -272,11 +265,10 @@ void AddPlan(CLI::App& app, PlanFlags& flags) {
   app.add_option("--backend", flags.backend, "Use this backend or fail (fusedmoe backends lists them)");
   app.add_option("--isa", flags.isa, "Force the instruction set of the CPU kernels");
   app.add_option("--mode", flags.mode, "Force latency or throughput");
-  app.add_option("--determinism", flags.determinism,
-                 "run_to_run, thread_invariant, batch_invariant or rank_invariant");
+  app.add_option("--determinism", flags.determinism, DeterminismNames());
   app.add_option("--activation", flags.activation,
                  "a8 lets weight-only layers multiply with activations of 8 bits, and FP8 add up in f16");
-  app.add_option("--activation-format", flags.activation_format, "standard or batched");
+  app.add_option("--activation-format", flags.activation_format, ActivationFormatNames());
   AddTune(app, flags.tune);
 }
 
@@ -317,34 +309,35 @@ Result<LayerOptions> Resolve(const PlanFlags& flags) {
   FMOE_RETURN_IF_ERROR(CheckFolder("--pack-cache", flags.pack_cache));
   options.pack_cache = flags.pack_cache;
   if (flags.device != "cpu" && flags.device != "cuda") {
-    return UnknownName("device", flags.device, {"cpu", "cuda"});
+    return UnknownName("device", flags.device, "cpu, cuda");
   }
   options.device = flags.device;
   options.backend = flags.backend;
   if (!flags.isa.empty() && !ParseIsa(flags.isa)) {
-    return UnknownName("isa", flags.isa, {fusedmoe::IsaNames()});
+    return UnknownName("isa", flags.isa, fusedmoe::IsaNames());
   }
   options.isa = flags.isa;
   if (!flags.mode.empty() && flags.mode != "latency" && flags.mode != "throughput") {
-    return UnknownName("mode", flags.mode, {"latency", "throughput"});
+    return UnknownName("mode", flags.mode, "latency, throughput");
   }
   options.mode = flags.mode;
   const std::optional<Determinism> determinism = ParseDeterminism(flags.determinism);
   if (!determinism) {
-    return UnknownName("determinism level", flags.determinism,
-                       {"run_to_run", "thread_invariant", "batch_invariant", "rank_invariant"});
+    return UnknownName("determinism level", flags.determinism, DeterminismNames());
   }
   options.determinism = *determinism;
   if (flags.activation == "a8") {
     options.activation = ActivationMode::kA8;
   } else if (flags.activation != "as_checkpoint") {
-    return UnknownName("activation", flags.activation, {"as_checkpoint", "a8"});
+    return UnknownName("activation", flags.activation, "as_checkpoint, a8");
   }
   options.activation_rule = flags.activation_rule;
-  if (flags.activation_format == "batched") {
-    options.activation_format = ActivationFormatKind::kBatchedExperts;
-  } else if (!flags.activation_format.empty() && flags.activation_format != "standard") {
-    return UnknownName("activation format", flags.activation_format, {"standard", "batched"});
+  if (!flags.activation_format.empty()) {
+    const std::optional<ActivationFormatKind> format = ParseActivationFormat(flags.activation_format);
+    if (!format) {
+      return UnknownName("activation format", flags.activation_format, ActivationFormatNames());
+    }
+    options.activation_format = *format;
   }
   return options;
 }

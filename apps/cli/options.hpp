@@ -105,7 +105,4 @@ Result<LayerOptions> Resolve(const PlanFlags& flags);
 /// was not given.
 std::string IdleTune(const PlanFlags& flags, const std::string& backend, const std::string& costs);
 
-/// kUsage "NAME 'value' does not exist; there are ...".
-Status UnknownName(std::string_view what, std::string_view value, const std::vector<std::string>& names);
-
 }  // namespace fusedmoe::cli

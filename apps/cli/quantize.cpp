@@ -32,7 +32,7 @@ Status RunQuantize(const QuantizeFlags& flags, Output& output) {
   } else if (flags.mx_scale == "ceil") {
     options.mx_scale = MxScaleRule::kCeil;
   } else if (!flags.mx_scale.empty()) {
-    return UnknownName("MX scale rule", flags.mx_scale, {"even", "floor", "ceil"});
+    return UnknownName("MX scale rule", flags.mx_scale, "even, floor, ceil");
   }
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint,
                         OpenCheckpoint(flags.checkpoint, true));

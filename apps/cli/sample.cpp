@@ -23,7 +23,7 @@ Status Sample(const SampleFlags& flags, Output& output) {
   SampleOptions options = flags.options;
   const std::optional<DType> dtype = ParseDType(flags.dtype);
   if (!dtype) {
-    return UnknownName("dtype", flags.dtype, {"BF16", "F16", "F32"});
+    return UnknownName("dtype", flags.dtype, "BF16, F16, F32");
   }
   options.dtype = *dtype;
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));

@@ -97,17 +97,13 @@ Status Run(const SimulateFlags& flags, Output& output) {
 
 Action DefineSimulate(CLI::App& app) {
   auto flags = std::make_shared<SimulateFlags>();
-  std::string links;
-  for (const LinkModel& link : LinkModels()) {
-    links += (links.empty() ? "" : ", ") + link.name;
-  }
   app.add_option("problem", flags->problem,
                  "Layer by name (fusedmoe explain --help lists them), or a JSON file that describes it")
       ->required();
   app.add_option("--ranks", flags->options.ranks, "Expert-parallel ranks")->required();
   app.add_option("--all2all", flags->options.all2all, "All-to-all backend: " + AllToAllNames());
   app.add_option("--tokens", flags->options.tokens, "Tokens on each rank");
-  app.add_option("--link", flags->link, "The cluster: " + links);
+  app.add_option("--link", flags->link, "The cluster: " + Join(LinkModels(), &LinkModel::name));
   app.add_option("--ranks-per-node", flags->ranks_per_node, "Instead of that of the link");
   app.add_option("--network-gbps", flags->network_gbps,
                  "GB/s a rank between nodes, instead of that of the link");

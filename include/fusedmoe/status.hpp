@@ -93,6 +93,9 @@ class [[nodiscard]] Result {
 /// "system".
 std::string_view StatusCodeName(StatusCode code);
 
+/// kUsage "unknown WHAT 'VALUE'; known: NAMES".
+Status UnknownName(std::string_view what, std::string_view value, std::string_view names);
+
 }  // namespace fusedmoe
 
 /// Leaves the function with the failure of `expression`, if it failed.

@@ -147,9 +147,6 @@ void RefuseRouting(int32_t code, int64_t num_ids, int32_t* ids);
 /// did.
 Status AfterRouting(Status status);
 
-/// kUsage for a name that is not among `known`.
-Status Unknown(std::string_view field, const char* name, std::string_view known);
-
 Result<CheckpointOptions> ToCheckpointOptions(const fmoe_checkpoint_options* options);
 Result<LayerOptions> ToOptions(const fmoe_layer_options* options);
 

@@ -139,7 +139,7 @@ Status TakeName(const char* name, std::string_view field, const std::string& kno
     rest.remove_prefix(std::min(rest.size(), word.size() + 2));
   }
   if (!parsed) {
-    return Unknown(field, name, known);
+    return UnknownName(field, name, known);
   }
   out = *parsed;
   return Status::Ok();
@@ -178,7 +178,7 @@ Result<RoutingConfig> ToRouting(const fmoe_layer_config& from) {
   if (routing.method == RoutingMethod::kSimulated) {
     routing.simulation = from.simulation == nullptr ? "uniform_random" : from.simulation;
     if (!IsSimulation(routing.simulation)) {
-      return Unknown("simulation", from.simulation, SimulationNames());
+      return UnknownName("simulation", from.simulation, SimulationNames());
     }
     routing.simulation_seed = from.simulation_seed;
   }

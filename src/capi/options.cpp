@@ -23,13 +23,13 @@ std::string Text(const char* text) {
 Status CheckName(std::string_view field, const char* name, std::initializer_list<std::string_view> known) {
   return name == nullptr || std::find(known.begin(), known.end(), name) != known.end()
              ? Status::Ok()
-             : Unknown(field, name, fmt::format("{}", fmt::join(known, ", ")));
+             : UnknownName(field, name, fmt::format("{}", fmt::join(known, ", ")));
 }
 
 /// The place of this rank among all of them.
 Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
   if (from.all2all != nullptr && !ParseAllToAll(from.all2all)) {
-    return Unknown("all2all", from.all2all, AllToAllNames());
+    return UnknownName("all2all", from.all2all, AllToAllNames());
   }
   ParallelSizes sizes;
   sizes.tp = from.tensor_parallel;
@@ -61,11 +61,6 @@ Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
 
 }  // namespace
 
-// Without the name of a struct: callers in other languages have none.
-Status Unknown(std::string_view field, const char* name, std::string_view known) {
-  return Status::Usage(fmt::format("{} '{}' is unknown, known are: {}", field, name, known));
-}
-
 Result<CheckpointOptions> ToCheckpointOptions(const fmoe_checkpoint_options* given) {
   FMOE_ASSIGN_OR_RETURN(const fmoe_checkpoint_options from,
                         Whole(given, fmoe_checkpoint_options_init, "fmoe_checkpoint_options"));
@@ -86,9 +81,8 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
   const std::string_view as_checkpoint = ActivationModeName(ActivationMode::kAsCheckpoint);
   const std::string_view a8 = ActivationModeName(ActivationMode::kA8);
   FMOE_RETURN_IF_ERROR(CheckName("activation", from.activation, {as_checkpoint, a8}));
-  FMOE_RETURN_IF_ERROR(CheckName("activation_format", from.activation_format, {"standard", "batched"}));
   if (from.isa != nullptr && !ParseIsa(from.isa)) {
-    return Unknown("isa", from.isa, IsaNames());
+    return UnknownName("isa", from.isa, IsaNames());
   }
   LayerOptions options;
   options.device = from.device == nullptr ? options.device : from.device;
@@ -99,8 +93,7 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
   if (from.determinism != nullptr) {
     const std::optional<Determinism> level = ParseDeterminism(from.determinism);
     if (!level) {
-      return Unknown("determinism", from.determinism,
-                     "run_to_run, thread_invariant, batch_invariant, rank_invariant");
+      return UnknownName("determinism", from.determinism, DeterminismNames());
     }
     options.determinism = *level;
   }
@@ -108,8 +101,12 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
     options.activation = ActivationMode::kA8;
   }
   options.activation_rule = Text(from.activation_rule);
-  if (Text(from.activation_format) == "batched") {
-    options.activation_format = ActivationFormatKind::kBatchedExperts;
+  if (from.activation_format != nullptr) {
+    const std::optional<ActivationFormatKind> format = ParseActivationFormat(from.activation_format);
+    if (!format) {
+      return UnknownName("activation_format", from.activation_format, ActivationFormatNames());
+    }
+    options.activation_format = *format;
   }
   options.shared_experts = from.shared_experts != 0;
   options.latent_projections = from.latent_projections != 0;

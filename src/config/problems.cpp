@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "core/names.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe {
@@ -210,14 +211,12 @@ Result<Problem> ParseProblem(std::string_view name_or_json) {
   if (name_or_json.find('{') != std::string_view::npos) {
     return ParseText(name_or_json);
   }
-  std::string names;
   for (const Problem& problem : Problems()) {
     if (problem.name == name_or_json) {
       return problem;
     }
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", problem.name);
   }
-  return Status::Usage(fmt::format("problem '{}' does not exist; known: {}", name_or_json, names));
+  return UnknownName("problem", name_or_json, JoinNames(Problems(), &Problem::name));
 }
 
 Result<Problem> ReadProblem(const std::string& name_or_path) {

@@ -1,5 +1,7 @@
 #include <fusedmoe/status.hpp>
 
+#include <fmt/format.h>
+
 namespace fusedmoe {
 namespace {
 
@@ -96,6 +98,10 @@ std::string_view StatusCodeName(StatusCode code) {
       return "system";
   }
   return "unknown";
+}
+
+Status UnknownName(std::string_view what, std::string_view value, std::string_view names) {
+  return Status::Usage(fmt::format("unknown {} '{}'; known: {}", what, value, names));
 }
 
 }  // namespace fusedmoe

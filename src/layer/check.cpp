@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include "core/names.hpp"
 #include "layer/layer_impl.hpp"
 #include "numerics/element_types.hpp"
 #include "routing/methods.hpp"
@@ -41,7 +42,7 @@ Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t
       return Status::Ok();
     }
     if (names != DTypeName(dtype)) {  // F32 rows may give F32 or F32
-      names += (names.empty() ? "" : ", ") + std::string(DTypeName(dtype));
+      AppendName(names, DTypeName(dtype));
     }
   }
   return Status::Usage(fmt::format("{} is {}, the layer takes {}", name, DTypeName(view.dtype()), names));

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fusedmoe/machine.hpp>
 
+#include "core/names.hpp"
 #include "layer/kernel_builder.hpp"
 #include "oracle/host_table.hpp"
 
@@ -42,14 +43,12 @@ Result<const Backend*> KernelBackend(std::string_view name) {
   if (const Backend* backend = FindBackend(name); backend != nullptr) {
     return backend;
   }
-  std::string names;
   for (const HostBackend& row : HostTable()) {
     if (row.name == name) {
       return Status::Unsupported(fmt::format("this build has no code for {}", name));
     }
-    names += (names.empty() ? "" : ", ") + std::string(row.name);
   }
-  return Status::Usage(fmt::format("backend '{}' does not exist; there are {}", name, names));
+  return UnknownName("backend", name, JoinNames(HostTable(), &HostBackend::name));
 }
 
 bool SharesInputScales(std::string_view backend) {

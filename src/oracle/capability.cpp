@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "core/names.hpp"
 #include "moe/experts.hpp"
 
 namespace fusedmoe {
@@ -90,8 +91,7 @@ class Checker {
     std::string names;
     for (int kind = 0; kind < kActivationKinds; ++kind) {
       if (Contains(set, static_cast<ActivationKind>(kind))) {
-        names +=
-            fmt::format("{}{}", names.empty() ? "" : ", ", ActivationName(static_cast<ActivationKind>(kind)));
+        AppendName(names, ActivationName(static_cast<ActivationKind>(kind)));
       }
     }
     return names;
@@ -200,8 +200,7 @@ class Checker {
       std::string names;
       for (int method = 0; method <= static_cast<int>(RoutingMethod::kUnspecified); ++method) {
         if (Contains(can_.routing, static_cast<RoutingMethod>(method))) {
-          names += fmt::format("{}{}", names.empty() ? "" : ", ",
-                               RoutingMethodName(static_cast<RoutingMethod>(method)));
+          AppendName(names, RoutingMethodName(static_cast<RoutingMethod>(method)));
         }
       }
       Object(Reason::kRouting,
@@ -231,7 +230,7 @@ class Checker {
     std::string names;
     for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
       if (Contains(set, dtype)) {
-        names += fmt::format("{}{}", names.empty() ? "" : ", ", DTypeName(dtype));
+        AppendName(names, DTypeName(dtype));
       }
     }
     return names;

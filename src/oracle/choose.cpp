@@ -8,12 +8,10 @@
 
 #include <fusedmoe/oracle.hpp>
 
+#include "core/names.hpp"
+
 namespace fusedmoe {
 namespace {
-
-std::string Join(const std::vector<std::string_view>& names) {
-  return fmt::format("{}", fmt::join(names, ", "));
-}
 
 const std::string_view* FindName(const std::vector<std::string_view>& names, std::string_view name) {
   const auto found = std::find_if(names.begin(), names.end(), [name](std::string_view known) {
@@ -94,8 +92,7 @@ Result<Candidate> NotInTable(const std::vector<Asked>& asked, std::string_view n
     if (std::string why = WhyNotDescribed(named); !why.empty()) {
       return Status::Usage(std::move(why));
     }
-    return Status::Usage(fmt::format("backend '{}' does not exist; known: {}; or as a word: {}", named,
-                                     Join(names), Join(words)));
+    return UnknownName("backend", named, JoinNames(names) + "; or as a word: " + JoinNames(words));
   }
   return Candidate{
       std::string(*known),

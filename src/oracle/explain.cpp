@@ -93,8 +93,7 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   FMOE_RETURN_IF_ERROR(CheckSizes(request.config, request.tokens));
   const ParallelConfig& parallel = request.config.parallel;
   if (!ParseAllToAll(parallel.all2all)) {
-    return Status::Usage(
-        fmt::format("all2all backend '{}' does not exist; known: {}", parallel.all2all, AllToAllNames()));
+    return UnknownName("all2all backend", parallel.all2all, AllToAllNames());
   }
   FMOE_ASSIGN_OR_RETURN(question.platform, FindPlatform(request.platform));
   // Upstream divides evenly or not at all; here any size goes round.

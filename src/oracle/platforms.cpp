@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include <fmt/format.h>
+#include "core/names.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -115,8 +115,7 @@ Result<Platform> FindPlatform(std::string_view name) {
       return platform;
     }
   }
-  return Status::Usage(
-      fmt::format("platform '{}' does not exist; known: host, {}", name, NamesIn(~PlatformMask{0})));
+  return UnknownName("platform", name, "host, " + NamesIn(~PlatformMask{0}));
 }
 
 PlatformMask BitOf(const Platform& platform) {
@@ -134,7 +133,7 @@ std::string NamesIn(PlatformMask mask) {
   const std::span<const Platform> platforms = DescribedPlatforms();
   for (size_t index = 0; index < platforms.size(); ++index) {
     if ((mask >> index & 1U) != 0) {
-      names += fmt::format("{}{}", names.empty() ? "" : ", ", platforms[index].name);
+      AppendName(names, platforms[index].name);
     }
   }
   return names;

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "core/names.hpp"
 #include "oracle/platforms.hpp"
 #include "oracle/switches.hpp"
 
@@ -142,12 +143,8 @@ void Remove(const Override& rule, const std::string& cause, Overrides& out) {
 }
 
 void Restrict(const std::string& cause, std::vector<std::string_view> backends, Overrides& out) {
-  std::string names;
-  for (const std::string_view backend : backends) {
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", backend);
-  }
   out.only_verdict = SwitchVerdict(
-      fmt::format("{} allows only {}", cause, names.empty() ? std::string("what does not exist") : names),
+      fmt::format("{} allows only {}", cause, backends.empty() ? "what does not exist" : JoinNames(backends)),
       cause, "not set");
   out.only = std::move(backends);
 }

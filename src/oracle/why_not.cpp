@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "core/names.hpp"
 #include "oracle/changes.hpp"
 #include "oracle/choose.hpp"
 #include "oracle/described.hpp"
@@ -140,13 +141,12 @@ Result<WhyNotAnswer> WhyNot(const ExplainRequest& request, std::string_view back
   });
   if (known == names.end()) {
     if (NamedBackend(backend).empty()) {
-      return Status::Usage(fmt::format("'{}' names no backend; known: {}", backend, fmt::join(names, ", ")));
+      return Status::Usage(fmt::format("'{}' names no backend; known: {}", backend, JoinNames(names)));
     }
     if (std::string why = WhyNotDescribed(backend); !why.empty()) {
       return Status::Usage(std::move(why));
     }
-    return Status::Usage(
-        fmt::format("backend '{}' does not exist; known: {}", backend, fmt::join(names, ", ")));
+    return UnknownName("backend", backend, JoinNames(names));
   }
   FMOE_RETURN_IF_ERROR(MakeQuestion(request).status());
   WhyNotAnswer answer;

@@ -1,7 +1,7 @@
-#include <iterator>
-
 #include <fmt/format.h>
 #include <fusedmoe/parallel.hpp>
+
+#include "core/names.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -68,8 +68,7 @@ Status CheckSizes(const ParallelSizes& sizes) {
         fmt::format("tp {} x pcp {} x dp {} is more than {} ranks", sizes.tp, sizes.pcp, sizes.dp, kMaxSize));
   }
   if (!ParseAllToAll(sizes.all2all)) {
-    return Status::Usage(
-        fmt::format("unknown all2all backend '{}'; known: {}", sizes.all2all, AllToAllNames()));
+    return UnknownName("all2all backend", sizes.all2all, AllToAllNames());
   }
   if (sizes.num_redundant_experts < 0 || sizes.num_redundant_experts > kMaxSize) {
     return Status::Usage(fmt::format("num_redundant_experts is {}; it must be between 0 and {}",
@@ -102,12 +101,7 @@ std::string_view AllToAllName(AllToAllBackend backend) {
 }
 
 std::optional<AllToAllBackend> ParseAllToAll(std::string_view name) {
-  for (size_t index = 0; index < std::size(kAllToAllRows); ++index) {
-    if (kAllToAllRows[index].name == name) {
-      return static_cast<AllToAllBackend>(index);
-    }
-  }
-  return std::nullopt;
+  return ParseName<AllToAllBackend>(kAllToAllRows, name, &AllToAllRow::name);
 }
 
 AllToAllBackend RunsAs(AllToAllBackend backend) {
@@ -119,12 +113,7 @@ WireProtocol WireProtocolOf(AllToAllBackend backend) {
 }
 
 std::string AllToAllNames() {
-  std::string names;
-  for (const AllToAllRow& row : kAllToAllRows) {
-    names += names.empty() ? "" : ", ";
-    names += row.name;
-  }
-  return names;
+  return JoinNames(kAllToAllRows, &AllToAllRow::name);
 }
 
 Result<ParallelConfig> MakeParallelConfig(const ParallelSizes& sizes, const ParallelRanks& ranks) {
@@ -169,12 +158,7 @@ int64_t SequenceParallelSize(const ParallelSizes& sizes) {
 }
 
 std::optional<ParallelPredicate> ParseParallelPredicate(std::string_view name) {
-  for (size_t index = 0; index < std::size(kPredicateRows); ++index) {
-    if (kPredicateRows[index].name == name) {
-      return static_cast<ParallelPredicate>(index);
-    }
-  }
-  return std::nullopt;
+  return ParseName<ParallelPredicate>(kPredicateRows, name, &PredicateRow::name);
 }
 
 bool Holds(ParallelPredicate predicate, const ParallelConfig& config) {

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "core/names.hpp"
 #include "platform/cpu_features.hpp"
 #include "platform/cuda/card.hpp"
 #include "platform/topology.hpp"
@@ -54,20 +55,11 @@ std::string_view IsaNeeds(Isa isa) {
 }
 
 std::optional<Isa> ParseIsa(std::string_view name) {
-  for (size_t index = 0; index < kIsaTexts.size(); ++index) {
-    if (kIsaTexts[index].name == name) {
-      return static_cast<Isa>(index);
-    }
-  }
-  return std::nullopt;
+  return ParseName<Isa>(kIsaTexts, name, &IsaText::name);
 }
 
 std::string IsaNames() {
-  std::string names;
-  for (const IsaText& text : kIsaTexts) {
-    names += (names.empty() ? "" : ", ") + std::string(text.name);
-  }
-  return names;
+  return JoinNames(kIsaTexts, &IsaText::name);
 }
 
 const Machine& HostMachine() {

@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "core/names.hpp"
+
 namespace fusedmoe {
 
 std::span<const NamedActivationRule> ActivationRuleTable() {
@@ -19,14 +21,12 @@ std::span<const NamedActivationRule> ActivationRuleTable() {
 namespace {
 
 Result<NamedActivationRule> FindRule(std::string_view name) {
-  std::string names;
   for (const NamedActivationRule& entry : ActivationRuleTable()) {
     if (entry.name == name) {
       return entry;
     }
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", entry.name);
   }
-  return Status::Usage(fmt::format("unknown activation rule '{}'", name)).WithHint("known are " + names);
+  return UnknownName("activation rule", name, JoinNames(ActivationRuleTable(), &NamedActivationRule::name));
 }
 
 ActivationFamily FamilyOf(const ActivationFormat& format) {

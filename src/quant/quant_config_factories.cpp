@@ -2,6 +2,8 @@
 
 #include <fusedmoe/quant_config.hpp>
 
+#include "core/names.hpp"
+
 // What each factory sets follows vLLM's fused_moe/config.py, field by field: group shapes on activations that
 // are not quantized (GPTQ, AWQ, wna16), scales that mxfp4_mxfp8 takes and drops, a block shape that the MXFP4
 // pairs drop. Others ask these configurations the same questions, so they answer alike.
@@ -181,10 +183,10 @@ Result<QuantConfig> MakeQuantConfig(std::string_view factory, const QuantConfigA
   if (factory == name) {                       \
     return function(arguments);                \
   }                                            \
-  known += known.empty() ? name : ", " name;
+  AppendName(known, name);
   FMOE_QUANT_CONFIG_FACTORY_TABLE(FMOE_TRY_FACTORY)
 #undef FMOE_TRY_FACTORY
-  return Status::Usage(fmt::format("unknown quantization configuration '{}'; known: {}", factory, known));
+  return UnknownName("quantization configuration", factory, known);
 }
 
 }  // namespace fusedmoe

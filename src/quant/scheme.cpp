@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/names.hpp"
 #include "quant/scheme_formats.hpp"
 #include "quant/scheme_table.hpp"
 
@@ -185,11 +186,7 @@ std::optional<Scheme> Build(const SchemeRow& row, std::string_view word) {
 }
 
 std::string KnownNames(std::span<const SchemeRow> table) {
-  std::string names;
-  for (const SchemeRow& row : table) {
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", row.info.name);
-  }
-  return names;
+  return JoinNames(table, [](const SchemeRow& row) { return row.info.name; });
 }
 
 bool SameKind(DType a, DType b) {
@@ -271,8 +268,8 @@ Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view 
     }
     return *std::move(scheme);
   }
-  return Status::Usage(base.empty() ? fmt::format("no scheme is named; known: {}", KnownNames(table))
-                                    : fmt::format("unknown scheme '{}'; known: {}", base, KnownNames(table)))
+  return (base.empty() ? Status::Usage(fmt::format("no scheme is named; known: {}", KnownNames(table)))
+                       : UnknownName("scheme", base, KnownNames(table)))
       .WithHint("a granularity stands behind a colon, as in int4_w4a16:g128");
 }
 

@@ -1,7 +1,6 @@
-#include <iterator>
-#include <span>
-
 #include <fusedmoe/routing.hpp>
+
+#include "core/names.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -13,15 +12,6 @@ constexpr std::string_view kMethodNames[] = {
 };
 
 constexpr std::string_view kScoreNames[] = {"softmax", "sigmoid", "sqrtsoftplus"};
-
-std::string Listed(std::span<const std::string_view> names) {
-  std::string text;
-  for (const std::string_view name : names) {
-    text += text.empty() ? "" : ", ";
-    text += name;
-  }
-  return text;
-}
 
 constexpr int kNone = -1;
 
@@ -73,16 +63,11 @@ std::string_view RoutingMethodName(RoutingMethod method) {
 }
 
 std::optional<RoutingMethod> ParseRoutingMethod(std::string_view name) {
-  for (size_t index = 0; index < std::size(kMethodNames); ++index) {
-    if (kMethodNames[index] == name) {
-      return static_cast<RoutingMethod>(index);
-    }
-  }
-  return std::nullopt;
+  return ParseName<RoutingMethod>(kMethodNames, name);
 }
 
 std::string RoutingMethodNames() {
-  return Listed(kMethodNames);
+  return JoinNames(kMethodNames);
 }
 
 std::string_view ScoreFunctionName(ScoreFunction score) {
@@ -90,16 +75,11 @@ std::string_view ScoreFunctionName(ScoreFunction score) {
 }
 
 std::optional<ScoreFunction> ParseScoreFunction(std::string_view name) {
-  for (size_t index = 0; index < std::size(kScoreNames); ++index) {
-    if (kScoreNames[index] == name) {
-      return static_cast<ScoreFunction>(index);
-    }
-  }
-  return std::nullopt;
+  return ParseName<ScoreFunction>(kScoreNames, name);
 }
 
 std::string ScoreFunctionNames() {
-  return Listed(kScoreNames);
+  return JoinNames(kScoreNames);
 }
 
 std::optional<int> RoutingMethodValue(RoutingMethod method, RoutingEra era) {

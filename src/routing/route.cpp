@@ -245,8 +245,7 @@ Status ValidateRouting(const RoutingConfig& config, int64_t num_experts) {
     return Status::Usage("routing method Custom needs a callback");
   }
   if (config.method == RoutingMethod::kSimulated && !ParseSimulation(config.simulation)) {
-    return Status::Usage(
-        fmt::format("unknown routing simulation '{}'; known: {}", config.simulation, SimulationNames()));
+    return UnknownName("routing simulation", config.simulation, SimulationNames());
   }
   if (config.num_groups != 1 && IsProcedure(config.method)) {
     return Status::Usage(fmt::format("{} expert groups were asked for, which routing method {} does not have",

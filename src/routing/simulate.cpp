@@ -4,13 +4,14 @@
 #include <numeric>
 #include <utility>
 
+#include "core/names.hpp"
 #include "core/random_bits.hpp"
 
 namespace fusedmoe {
 namespace {
 
-constexpr std::pair<std::string_view, Simulation> kSimulations[] = {{"uniform_random", Simulation::kUniform},
-                                                                    {"normal_routing", Simulation::kNormal}};
+/// In the order of Simulation.
+constexpr std::string_view kSimulations[] = {"uniform_random", "normal_routing"};
 
 /// A stream of each token, from its second draw on.
 class Random {
@@ -38,11 +39,7 @@ class Random {
 }  // namespace
 
 std::string SimulationNames() {
-  std::string names;
-  for (const auto& [name, simulation] : kSimulations) {
-    names += (names.empty() ? "" : ", ") + std::string(name);
-  }
-  return names;
+  return JoinNames(kSimulations);
 }
 
 bool IsSimulation(std::string_view name) {
@@ -50,12 +47,7 @@ bool IsSimulation(std::string_view name) {
 }
 
 std::optional<Simulation> ParseSimulation(std::string_view name) {
-  for (const auto& [known, simulation] : kSimulations) {
-    if (known == name) {
-      return simulation;
-    }
-  }
-  return std::nullopt;
+  return ParseName<Simulation>(kSimulations, name);
 }
 
 void SimulateToken(Simulation simulation, uint64_t seed, int64_t token, int64_t num_experts, int64_t top_k,

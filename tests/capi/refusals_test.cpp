@@ -74,11 +74,9 @@ TEST(CApi, NamesOfALayer_AreListedWhereOneIsUnknown) {
     const char* says;
   };
   for (const Wrong& wrong :
-       {Wrong{&fmoe_layer_config::activation, "tanh",
-              "activation 'tanh' is unknown, known are: silu, gelu, "},
-        Wrong{&fmoe_layer_config::routing, "Best", "routing 'Best' is unknown, known are: Default, Renorm"},
-        Wrong{&fmoe_layer_config::score, "max",
-              "score 'max' is unknown, known are: softmax, sigmoid, sqrt"}}) {
+       {Wrong{&fmoe_layer_config::activation, "tanh", "unknown activation 'tanh'; known: silu, gelu, "},
+        Wrong{&fmoe_layer_config::routing, "Best", "unknown routing 'Best'; known: Default, Renorm"},
+        Wrong{&fmoe_layer_config::score, "max", "unknown score 'max'; known: softmax, sigmoid, sqrt"}}) {
     fmoe_layer_config config = ToC(random.config, "unquantized");
     config.*wrong.field = wrong.value;
     fmoe_layer* layer = nullptr;
@@ -125,7 +123,7 @@ TEST(CApi, OptionsOfCheckpoints_AreTaken) {
   fmoe_checkpoint_release(checkpoint);
   options.io = "tape";
   EXPECT_EQ(fmoe_checkpoint_open_with(kCheckpoint.c_str(), &options, &checkpoint), FMOE_USAGE);
-  EXPECT_STREQ(fmoe_last_error()->message, "io 'tape' is unknown, known are: auto, mmap, pread");
+  EXPECT_STREQ(fmoe_last_error()->message, "unknown io 'tape'; known: auto, mmap, pread");
   options.io = nullptr;
   options.expert_layout = "sideways";
   EXPECT_NE(fmoe_checkpoint_open_with(kCheckpoint.c_str(), &options, &checkpoint), FMOE_OK);
@@ -160,14 +158,14 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
     const char* part;
   };
   for (const Wrong& wrong :
-       {Wrong{&fmoe_layer_options::determinism, "always", "determinism 'always' is unknown"},
-        Wrong{&fmoe_layer_options::activation, "a4", "activation 'a4' is unknown"},
-        Wrong{&fmoe_layer_options::device, "tpu", "device 'tpu' is unknown, known are: cpu, cuda"},
-        Wrong{&fmoe_layer_options::isa, "sse9", "isa 'sse9' is unknown, known are: avx2, "},
-        Wrong{&fmoe_layer_options::mode, "fast", "mode 'fast' is unknown"},
-        Wrong{&fmoe_layer_options::activation_format, "striped", "activation_format 'striped' is unknown"},
+       {Wrong{&fmoe_layer_options::determinism, "always", "unknown determinism 'always'"},
+        Wrong{&fmoe_layer_options::activation, "a4", "unknown activation 'a4'"},
+        Wrong{&fmoe_layer_options::device, "tpu", "unknown device 'tpu'; known: cpu, cuda"},
+        Wrong{&fmoe_layer_options::isa, "sse9", "unknown isa 'sse9'; known: avx2, "},
+        Wrong{&fmoe_layer_options::mode, "fast", "unknown mode 'fast'"},
+        Wrong{&fmoe_layer_options::activation_format, "striped", "unknown activation_format 'striped'"},
         Wrong{&fmoe_layer_options::activation_rule, "vllm_nvfp5", "unknown activation rule 'vllm_nvfp5'"},
-        Wrong{&fmoe_layer_options::all2all, "carrier_pigeon", "all2all 'carrier_pigeon' is unknown"},
+        Wrong{&fmoe_layer_options::all2all, "carrier_pigeon", "unknown all2all 'carrier_pigeon'"},
         Wrong{&fmoe_layer_options::backend, "FASTEST", "FASTEST"}}) {
     options.*wrong.field = wrong.value;
     refused(wrong.part);

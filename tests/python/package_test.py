@@ -234,7 +234,7 @@ class Package(unittest.TestCase):
                 (lambda: self.layer([[1.0]]), TypeError, "hidden is list"),
                 (lambda: self.layer(None), TypeError, "hidden is NoneType"),
                 (lambda: self.layer(self.hidden, out=[1]), TypeError, "output is list"),
-                (lambda: load(self.number, all2all="pigeon"), fusedmoe.Error, "all2all 'pigeon' is unknown"),
+                (lambda: load(self.number, all2all="pigeon"), fusedmoe.Error, "unknown all2all 'pigeon'"),
                 (lambda: load(self.number, routing=3), TypeError, "routing is int")]:
             with self.assertRaisesRegex(kind, says):
                 call()
@@ -335,9 +335,9 @@ class Package(unittest.TestCase):
         layer(self.hidden, topk_ids=matrix(struct.pack("<5i", *[1] * 5), [5, 1], "i"),
               topk_weights=matrix(struct.pack("<5f", *[0.5] * 5), [5, 1]), out=given)
         self.assertEqual(bytes(routed), bytes(given))
-        with self.assertRaisesRegex(fusedmoe.Error, "^routing 'Best' is unknown, known are: Default, Renormalize, "):
+        with self.assertRaisesRegex(fusedmoe.Error, "^unknown routing 'Best'; known: Default, Renormalize, "):
             fusedmoe.Layer.create([{"gate": up, "up": up, "down": down}], top_k=1, routing="Best")
-        with self.assertRaisesRegex(fusedmoe.Error, "^activation 'tanh' is unknown, known are: silu, gelu, "):
+        with self.assertRaisesRegex(fusedmoe.Error, "^unknown activation 'tanh'; known: silu, gelu, "):
             fusedmoe.Layer.create([{"gate": up, "up": up, "down": down}], top_k=1, activation="tanh")
 
     def layer_of(self, **arguments):
@@ -391,7 +391,7 @@ class Package(unittest.TestCase):
     def test_options_of_checkpoints(self):
         checkpoint = fusedmoe.Checkpoint(CHECKPOINT, io="mmap", allow_partial=True)
         self.assertEqual(checkpoint.moe_layers, self.checkpoint.moe_layers)
-        for arguments, kind, says in [({"io": "tape"}, fusedmoe.Error, "^io 'tape' is unknown, known are: auto, mmap, pread"),
+        for arguments, kind, says in [({"io": "tape"}, fusedmoe.Error, "^unknown io 'tape'; known: auto, mmap, pread"),
                                       ({"expert_layout": "sideways"}, fusedmoe.Error, "sideways"),
                                       ({"allow_partial": "no"}, TypeError, "allow_partial is str")]:
             with self.assertRaisesRegex(kind, says):

@@ -1,6 +1,7 @@
 // What stands against running a problem on the CPU's kernels.
 #include <fmt/format.h>
 
+#include "core/names.hpp"
 #include "experts/cpu/cpu_choice.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -12,10 +13,7 @@ Verdict Objection(Reason reason, std::string sentence, std::string actual, std::
 }
 
 std::string BuiltIsaNames() {
-  std::string names;
-  for (const Isa isa : BuiltIsas()) {
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", IsaName(isa));
-  }
+  const std::string names = JoinNames(BuiltIsas(), IsaName);
   return names.empty() ? "none" : names;
 }
 

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include <fmt/format.h>
+#include "core/names.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -34,14 +34,12 @@ std::span<const LinkModel> LinkModels() {
 }
 
 Result<LinkModel> ParseLink(std::string_view name) {
-  std::string names;
   for (const LinkModel& link : Table()) {
     if (link.name == name) {
       return link;
     }
-    names += (names.empty() ? "" : ", ") + link.name;
   }
-  return Status::Usage(fmt::format("link '{}' does not exist; there are {}", name, names));
+  return UnknownName("link", name, JoinNames(Table(), &LinkModel::name));
 }
 
 }  // namespace fusedmoe

@@ -10,6 +10,7 @@
 
 #include <fusedmoe/problems.hpp>
 
+#include "core/names.hpp"
 #include "moe/cost.hpp"
 #include "moe/latent_projections.hpp"
 #include "quant/activation_quantizer.hpp"
@@ -43,15 +44,12 @@ Result<int64_t> DispatchRowBytes(const SimulateOptions& options, const Scheme& s
                ? CodeRowBytes(scheme.activation, hidden) + ScaleRowBytes(scheme.activation, hidden)
                : 2 * hidden;
   }
-  std::string names;
   for (const RowFormat& format : kRowFormats) {
     if (format.name == options.dispatch_format) {
       return static_cast<int64_t>(format.bytes(static_cast<double>(hidden)));
     }
-    names += (names.empty() ? "" : ", ") + std::string(format.name);
   }
-  return Status::Usage(
-      fmt::format("dispatch format '{}' does not exist; there are {}", options.dispatch_format, names));
+  return UnknownName("dispatch format", options.dispatch_format, JoinNames(kRowFormats, &RowFormat::name));
 }
 
 /// Copies of a token's row, by where they go. `remote` leave the node, `local` go to another rank of it.
@@ -220,8 +218,7 @@ Result<SimulateReport> Simulate(const Problem& problem, const SimulateOptions& o
   FMOE_RETURN_IF_ERROR(CheckOptions(problem, options));
   const std::optional<AllToAllBackend> backend = ParseAllToAll(options.all2all);
   if (!backend) {
-    return Status::Usage(
-        fmt::format("unknown all2all backend '{}'; known: {}", options.all2all, AllToAllNames()));
+    return UnknownName("all2all backend", options.all2all, AllToAllNames());
   }
   const MoeConfig& config = problem.config;
   SimulateReport report;

@@ -67,7 +67,7 @@ Status CheckIsas(const std::vector<std::string>& isas) {
   for (const std::string& name : isas) {
     const std::optional<Isa> isa = ParseIsa(name);
     if (!isa) {
-      return Status::Usage(fmt::format("isa '{}' does not exist; there are {}", name, IsaNames()));
+      return UnknownName("isa", name, IsaNames());
     }
     if (!HostMachine().Has(*isa) || cpu::FindKernelTable(*isa) == nullptr) {
       return Status::Unsupported(fmt::format("this CPU or this build has no kernels for {}; both have {}",

@@ -1,7 +1,10 @@
 #include "experts/contracts/common/contract.hpp"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
+#include "core/names.hpp"
 #include "experts/contracts/common/contract_experts.hpp"
 #include "moe/cost.hpp"
 #include "moe/experts.hpp"
@@ -86,13 +89,8 @@ void RequireAtMost(std::vector<Verdict>& verdicts, Reason reason, std::string_vi
 void RequireActivation(std::vector<Verdict>& verdicts, const MoeProblem& problem,
                        std::initializer_list<ActivationKind> kinds, bool fixed_parameters) {
   const ActivationSpec& activation = problem.config.activation;
-  std::string names;
-  bool listed = false;
-  for (const ActivationKind kind : kinds) {
-    listed = listed || kind == activation.kind;
-    names += (names.empty() ? "" : ", ") + std::string(ActivationName(kind));
-  }
-  if (!listed) {
+  const std::string names = JoinNames(kinds, ActivationName);
+  if (std::find(kinds.begin(), kinds.end(), activation.kind) == kinds.end()) {
     Refuse(verdicts, activation.gated() ? Reason::kActivation : Reason::kNotGated,
            fmt::format("the kernels know {} only", names), ActivationName(activation.kind), names);
   } else if (fixed_parameters && activation.limit > 0.0F && activation.kind == ActivationKind::kSilu) {
