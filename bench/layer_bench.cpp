@@ -66,7 +66,7 @@ Prepared Prepare(const Options& options, const std::string& scheme, int64_t toke
   prepared.problem.scheme = layer.source.scheme;
   prepared.problem.isa = options.isa;
   prepared.problem.mode = options.mode;
-  prepared.problem.weights_have_zero_points = !expert->gate.zero_point.empty();
+  prepared.problem.weights.has_zero_points = !expert->gate.zero_point.empty();
   prepared.problem.activation = options.a8 ? ActivationMode::kA8 : ActivationMode::kAsCheckpoint;
   const auto verdicts = kCpuFusedBackend.supports(prepared.problem, HostMachine());
   for (const Verdict& verdict : verdicts) {

@@ -71,7 +71,7 @@ void Pack(benchmark::State& state, const std::string& scheme, bool shuffled, int
   problem.config = config;
   problem.config.num_experts = problem.config.num_local_experts = count;
   problem.scheme = layer.source.scheme;
-  problem.weights_have_zero_points = !first.up.zero_point.empty();
+  problem.weights.has_zero_points = !first.up.zero_point.empty();
   const ExpertSource source{count, layer.source.scheme, [&](int64_t e) -> Result<CanonicalExpert> {
                               return experts[static_cast<size_t>(e)];
                             }};

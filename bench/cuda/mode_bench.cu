@@ -125,21 +125,21 @@ double Run(const BenchModel& model, const std::string& scheme_name, const Wishes
     stored = type ? type->stored : StoredIntegers{};
     return ParseScheme(type ? type->scheme : name, sizes);
   };
-  const Result<Scheme> gate_up = scheme_of(scheme_name.substr(0, plus), problem.gate_up_stored);
+  const Result<Scheme> gate_up = scheme_of(scheme_name.substr(0, plus), problem.weights.gate_up_stored);
   Check(gate_up.status());
   problem.scheme = *gate_up;
-  problem.down_stored = problem.gate_up_stored;
+  problem.weights.down_stored = problem.weights.gate_up_stored;
   if (plus != std::string::npos) {
-    const Result<Scheme> down = scheme_of(scheme_name.substr(plus + 1), problem.down_stored);
+    const Result<Scheme> down = scheme_of(scheme_name.substr(plus + 1), problem.weights.down_stored);
     Check(down.status());
     problem.scheme = *down;
     problem.scheme.weight.zero_point_dtype = DType::kF32;
-    problem.weights_have_zero_points = true;
-    problem.down_stored.center = 32;
-    if (problem.gate_up_stored.bits == 0) {
-      problem.gate_up_stored.bits = DTypeBits(gate_up->weight.element);
-      problem.gate_up_stored.group = gate_up->weight.block.col;
-      problem.gate_up_stored.zero_points = true;
+    problem.weights.has_zero_points = true;
+    problem.weights.down_stored.center = 32;
+    if (problem.weights.gate_up_stored.bits == 0) {
+      problem.weights.gate_up_stored.bits = DTypeBits(gate_up->weight.element);
+      problem.weights.gate_up_stored.group = gate_up->weight.block.col;
+      problem.weights.gate_up_stored.zero_points = true;
     }
   }
   const CudaPlan plan = MakeCudaPlan(problem, HostMachine());

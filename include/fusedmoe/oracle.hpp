@@ -92,13 +92,7 @@ struct ExplainRequest {
   int num_threads = 1;
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
-  bool weights_have_zero_points = false;
-  /// As MoeProblem's: what the matrices of each GEMM need, where they have the format of a layer of several
-  /// types.
-  StoredIntegers gate_up_stored, down_stored;
-  bool weights_have_group_index = false;
-  bool weights_have_pre_quant_scale = false;  ///< factors that smooth the input of a projection
-  bool weights_cut_stripes = false;           ///< block scales change inside 16 rows of a matrix
+  WeightTraits weights;
   /// Of the projections around latent experts, where they are known; 0: two matrices of config.dtype.
   int64_t latent_bytes = 0;
   std::string isa;                            ///< forced by name; empty: free

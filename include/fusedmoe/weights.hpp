@@ -48,6 +48,16 @@ struct CanonicalExpert {
   CanonicalMatrix down;  ///< [H, I]
 };
 
+/// What plans ask of the weights of a layer besides their scheme; experts of a layer are alike.
+struct WeightTraits {
+  bool has_zero_points = false;
+  /// Of the matrices of each GEMM, where all of them were stored alike (CanonicalMatrix::stored).
+  StoredIntegers gate_up_stored, down_stored;
+  bool has_group_index = false;
+  bool has_pre_quant_scale = false;  ///< factors that smooth the input of a projection
+  bool cuts_stripes = false;  ///< block scales change inside 16 rows that follow each other in a matrix
+};
+
 /// The projections around routed experts that work on shorter rows than the model (Nemotron-3: latent
 /// experts; Kimi-K3). Every token is projected before it is dispatched, every weighted sum of experts behind
 /// it, divided by its root mean square before where there is a norm; the router and the shared experts see

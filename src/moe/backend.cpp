@@ -36,19 +36,19 @@ WeightFormat WeightsOf(const MoeProblem& problem) {
 
 void TakeFeatures(const CanonicalExpert& expert, MoeProblem& problem) {
   const ExpertFeatures features = FeaturesOf(expert);
-  problem.gate_up_stored = features.gate_up.stored.value_or(StoredIntegers());
-  problem.down_stored = expert.down.stored;
+  problem.weights.gate_up_stored = features.gate_up.stored.value_or(StoredIntegers());
+  problem.weights.down_stored = expert.down.stored;
   MatrixFeatures any = features.gate_up;
   any.Join(features.down);
   problem.config.has_bias = problem.config.has_bias || any.bias;
-  problem.weights_have_zero_points = any.zero_point;
+  problem.weights.has_zero_points = any.zero_point;
   if (any.zero_point_dtype == DType::kF32) {
     problem.scheme.weight.zero_point_dtype = DType::kF32;
   }
   problem.weights_scale_dtype = any.scale_dtype;
-  problem.weights_have_group_index = any.group_index;
-  problem.weights_have_pre_quant_scale = any.pre_quant_scale;
-  problem.weights_cut_stripes =
+  problem.weights.has_group_index = any.group_index;
+  problem.weights.has_pre_quant_scale = any.pre_quant_scale;
+  problem.weights.cuts_stripes =
       CutsStripes(expert.gate) || CutsStripes(expert.up) || CutsStripes(expert.down);
 }
 

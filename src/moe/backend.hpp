@@ -25,15 +25,9 @@ struct MoeProblem {
   Scheme scheme;
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
-  bool weights_have_zero_points = false;
-  /// Of the matrices of each GEMM, where all of them were stored alike (CanonicalMatrix::stored).
-  StoredIntegers gate_up_stored, down_stored;
+  WeightTraits weights;
   /// Of their block scales where the weights are known: integers of a scheme may have any float type.
   std::optional<DType> weights_scale_dtype;
-  bool weights_have_group_index = false;
-  bool weights_have_pre_quant_scale = false;
-  /// Block scales change inside 16 rows that follow each other in a matrix (CutsStripes).
-  bool weights_cut_stripes = false;
   std::string isa;   ///< forced by name; empty: free
   std::string mode;  ///< forced by name; empty: by token count
   int64_t plan_tokens = 1;

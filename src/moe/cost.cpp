@@ -33,7 +33,7 @@ int64_t ExpertBytes(const MoeConfig& config, const WeightFormat& format) {
 
 int64_t ExpertBytes(const MoeProblem& problem) {
   WeightFormat format = WeightsOf(problem);
-  format.may_have_zero_point = problem.weights_have_zero_points;
+  format.may_have_zero_point = problem.weights.has_zero_points;
   return ExpertBytes(problem.config, format);
 }
 

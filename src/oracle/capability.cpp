@@ -270,11 +270,11 @@ class Checker {
     if (ask_.config.has_bias && !can_.bias) {
       Object(Reason::kBias, "adds no biases", "bias", "no bias");
     }
-    if (ask_.weights_have_zero_points && !can_.zero_points) {
+    if (ask_.weights.has_zero_points && !can_.zero_points) {
       Object(Reason::kZeroPoint, "takes no zero points", "zero points", "symmetric weights");
     }
     const WeightFormat& weight = ask_.scheme.weight;
-    if (ask_.weights_have_zero_points && can_.zero_points && weight.zero_point_dtype != DType::kU8) {
+    if (ask_.weights.has_zero_points && can_.zero_points && weight.zero_point_dtype != DType::kU8) {
       Object(Reason::kZeroPoint, "takes zero points that are codes",
              fmt::format("zero points of {}", DTypeName(weight.zero_point_dtype)), "U8");
     }
@@ -282,10 +282,10 @@ class Checker {
       Object(Reason::kScheme, "knows no such groups", fmt::format("groups of {}", weight.block.col),
              fmt::format("a multiple of {}", can_.group_multiple));
     }
-    if (ask_.weights_have_group_index && !can_.group_index) {
+    if (ask_.weights.has_group_index && !can_.group_index) {
       Object(Reason::kZeroPoint, "takes no activation order", "a group index", "groups in order");
     }
-    if (ask_.weights_have_pre_quant_scale) {  // experts upstream have no parameter for them
+    if (ask_.weights.has_pre_quant_scale) {  // experts upstream have no parameter for them
       Object(Reason::kScheme, "multiplies no smoothing factors (pre_quant_scale) into its input",
              "pre_quant_scale", "none");
     }

@@ -132,9 +132,9 @@ void OtherSchemes(const ExplainRequest& request, Changes& out) {
     if (scheme.ok() && scheme->name != request.scheme.name) {
       out.push_back({fmt::format("--scheme {}", name), [scheme = *scheme](ExplainRequest& changed) {
                        changed.scheme = scheme;
-                       changed.weights_have_zero_points = false;
-                       changed.weights_have_group_index = false;
-                       changed.weights_have_pre_quant_scale = false;
+                       changed.weights.has_zero_points = false;
+                       changed.weights.has_group_index = false;
+                       changed.weights.has_pre_quant_scale = false;
                      }});
     }
   }
@@ -268,9 +268,9 @@ void OtherModels(Reason reason, const ExplainRequest& request, Changes& out) {
       break;
     case Reason::kZeroPoint:
       out.push_back(
-          {"symmetric weights", [](ExplainRequest& changed) { changed.weights_have_zero_points = false; }});
+          {"symmetric weights", [](ExplainRequest& changed) { changed.weights.has_zero_points = false; }});
       out.push_back(
-          {"groups in order", [](ExplainRequest& changed) { changed.weights_have_group_index = false; }});
+          {"groups in order", [](ExplainRequest& changed) { changed.weights.has_group_index = false; }});
       break;
     case Reason::kRouting:
       for (int method = 0; method <= static_cast<int>(RoutingMethod::kUnspecified); ++method) {

@@ -161,7 +161,7 @@ int64_t ExchangeBytes(const Question& question, int64_t tokens) {
 
 int64_t CanonicalBytes(const Question& question) {
   WeightFormat format = question.scheme.weight;
-  format.may_have_zero_point = question.weights_have_zero_points;
+  format.may_have_zero_point = question.weights.has_zero_points;
   return question.config.num_local_experts * ExpertBytes(question.config, format);
 }
 

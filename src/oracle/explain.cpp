@@ -31,12 +31,7 @@ MoeProblem HostProblem(const Question& question, const ExplainRequest& request) 
   problem.scheme = question.scheme;
   problem.determinism = question.determinism;
   problem.activation = question.activation_mode;
-  problem.weights_have_zero_points = question.weights_have_zero_points;
-  problem.gate_up_stored = question.gate_up_stored;
-  problem.down_stored = question.down_stored;
-  problem.weights_have_group_index = question.weights_have_group_index;
-  problem.weights_have_pre_quant_scale = question.weights_have_pre_quant_scale;
-  problem.weights_cut_stripes = question.weights_cut_stripes;
+  problem.weights = question.weights;
   problem.isa = request.isa;
   problem.device = request.device;
   problem.mode = request.mode;
@@ -118,12 +113,7 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
                                                                : request.config.activation_format);
   question.determinism = request.determinism;
   question.activation_mode = request.activation;
-  question.weights_have_zero_points = request.weights_have_zero_points;
-  question.gate_up_stored = request.gate_up_stored;
-  question.down_stored = request.down_stored;
-  question.weights_have_group_index = request.weights_have_group_index;
-  question.weights_have_pre_quant_scale = request.weights_have_pre_quant_scale;
-  question.weights_cut_stripes = request.weights_cut_stripes;
+  question.weights = request.weights;
   question.lora = request.selection.lora;
   question.on_card = request.device != "cpu";
   question.router_logits_dtype = request.selection.router_logits_dtype;
@@ -150,12 +140,7 @@ Status TakeWeights(const ExpertSource& experts, ExplainRequest& request) {
   TakeFeatures(expert, problem);
   request.config.has_bias = problem.config.has_bias;
   request.scheme.weight = WeightsOf(problem);
-  request.weights_have_zero_points = problem.weights_have_zero_points;
-  request.gate_up_stored = problem.gate_up_stored;
-  request.down_stored = problem.down_stored;
-  request.weights_have_group_index = problem.weights_have_group_index;
-  request.weights_have_pre_quant_scale = problem.weights_have_pre_quant_scale;
-  request.weights_cut_stripes = problem.weights_cut_stripes;
+  request.weights = problem.weights;
   return Status::Ok();
 }
 

@@ -21,11 +21,7 @@ struct Question {
   ActivationFormatKind format = ActivationFormatKind::kStandard;
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation_mode = ActivationMode::kAsCheckpoint;
-  bool weights_have_zero_points = false;
-  StoredIntegers gate_up_stored, down_stored;
-  bool weights_have_group_index = false;
-  bool weights_have_pre_quant_scale = false;
-  bool weights_cut_stripes = false;
+  WeightTraits weights;
   bool lora = false;
   bool on_card = false;  ///< of a host
   DType router_logits_dtype = DType::kF32;

@@ -75,7 +75,7 @@ inline MoeProblem ProblemOf(const RandomLayer& layer) {
   problem.config = layer.config;
   problem.scheme = layer.source.scheme;
   const CanonicalExpert first = *layer.source.load(0);
-  problem.weights_have_zero_points = !first.up.zero_point.empty();
+  problem.weights.has_zero_points = !first.up.zero_point.empty();
   return problem;
 }
 

@@ -238,7 +238,7 @@ TEST(ActivationOrder, Marlin_ReadsInputsByTheirGroups) {
     c.batched = batched;
     const RandomLayer layer = WithActivationOrder(MakeLayer(c), group);
     MoeProblem problem = ProblemOf(layer);
-    problem.weights_have_group_index = true;
+    problem.weights.has_group_index = true;
     const Running named = Start(c.backend, problem, layer.source);
     const Running reference = Start("REFERENCE", problem, layer.source);
     const Batch batch = MakeBatch(c, 9);
@@ -265,7 +265,7 @@ TEST(ActivationOrder, Marlin_ReadsInputsByTheirGroups) {
 TEST(ActivationOrder, WhereNobodyReadsIt_IsRefusedWithTheReason) {
   LayerCase c{"MARLIN", "int4_w4a16:g32", 96, 64};
   MoeProblem problem = ProblemOf(MakeLayer(c));
-  problem.weights_have_group_index = true;
+  problem.weights.has_group_index = true;
   const auto refusals = [&](const char* backend) {
     std::string text;
     for (const Verdict& verdict : FindBackend(backend)->supports(problem, HostMachine())) {
@@ -279,8 +279,8 @@ TEST(ActivationOrder, WhereNobodyReadsIt_IsRefusedWithTheReason) {
        {"FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL", "VLLM_CUTLASS", "EMULATION"}) {
     EXPECT_NE(refusals(other).find("g_idx"), std::string::npos) << other;
   }
-  problem.weights_have_group_index = false;
-  problem.weights_have_pre_quant_scale = true;
+  problem.weights.has_group_index = false;
+  problem.weights.has_pre_quant_scale = true;
   for (const char* each : {"FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL", "VLLM_CUTLASS",
                            "EMULATION", "MARLIN"}) {
     EXPECT_NE(refusals(each).find("pre_quant_scale"), std::string::npos) << each;
@@ -300,7 +300,7 @@ TEST(ActivationOrder, OfGateAndUpEachItsOwn_IsRefused) {
     return expert;
   };
   MoeProblem problem = ProblemOf(layer);
-  problem.weights_have_group_index = true;
+  problem.weights.has_group_index = true;
   const auto prepared = FindBackend("MARLIN")->prepare(problem, HostMachine(), layer.source, {});
   ASSERT_FALSE(prepared.ok());
   EXPECT_EQ(prepared.status().code(), StatusCode::kUnsupported);

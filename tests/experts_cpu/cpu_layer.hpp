@@ -162,7 +162,7 @@ inline Layer MakeLayer(const LayerSpec& spec) {
   layer.scheme.weight.zero_point_dtype = spec.float_zeros ? DType::kF32 : DType::kU8;
   problem.scheme = layer.scheme;
   problem.activation = spec.mode;
-  problem.weights_have_zero_points = spec.zero_points;
+  problem.weights.has_zero_points = spec.zero_points;
   return layer;
 }
 

@@ -48,7 +48,7 @@ TEST(CpuInputs_ActivationOrderOfItsOwnInEachProjection, IsFollowed) {
         Shuffle(layer.experts[e].up, seed + 1);
         Shuffle(layer.experts[e].down, seed + 2);
       }
-      layer.problem.weights_have_group_index = true;
+      layer.problem.weights.has_group_index = true;
       SCOPED_TRACE(testing::Message() << "experts_share=" << experts_share);
       ExpectCloseOnEveryIsa(layer);
     }

@@ -214,7 +214,7 @@ TEST_F(CpuPairs, IntegersWithFloatCodes_AreTakenWithBf16Scales) {
     cpu_test::Layer layer = cpu_test::MakeLayer({.scheme = scheme, .hidden = 256, .intermediate = 128});
     layer.problem.isa = "avx512_bf16";
     layer.problem.weights_scale_dtype = scales;
-    layer.problem.weights_have_zero_points = zero_points;
+    layer.problem.weights.has_zero_points = zero_points;
     return MakeCpuPlan(layer.problem, cpu_test::MachineFor("avx512_bf16")).gate_up.tile;
   };
   for (const char* scheme : {"int4_w4afp8:g128", "int4_w4afp8:g64", "int4_w4afp8:g32"}) {

@@ -245,7 +245,7 @@ TEST(Layer_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
           layer.problem.isa = isa;
           layer.problem.mode = name;
           const cpu_test::Runner stripes = cpu_test::MakeRunnerOn(machine, layer);
-          layer.problem.weights_cut_stripes = true;
+          layer.problem.weights.cuts_stripes = true;
           const cpu_test::Runner rows = cpu_test::MakeRunnerOn(machine, layer);
           ASSERT_NE(stripes.weights->layout_key, rows.weights->layout_key);
           for (const int64_t tokens : {1, 4, 40}) {
@@ -275,14 +275,14 @@ TEST(Weights_ThatCutStripes, AreRefusedWhereNobodySaidSo) {
   Layer layer = MakeLayer({.scheme = "fp8_w8a16:block128", .hidden = 128, .intermediate = 120});
   for (const int64_t first : {64, 72}) {
     for (const bool said : {false, true}) {
-      layer.problem.weights_cut_stripes = said;
+      layer.problem.weights.cuts_stripes = said;
       layer.experts.clear();
       for (const CanonicalExpert& expert : whole.experts) {
         layer.experts.push_back(RowsFrom(expert, first, 120));
       }
       const Result<MoeProblem> problem = MakeProblem(layer.problem.config, layer.Source(), LayerOptions{});
       ASSERT_TRUE(problem.ok()) << problem.status().ToString();
-      EXPECT_EQ(problem->weights_cut_stripes, first == 72) << "what a layer of such slices is planned for";
+      EXPECT_EQ(problem->weights.cuts_stripes, first == 72) << "what a layer of such slices is planned for";
       layer.problem.config.parallel.tp_size = 2;  // down begins inside a group of scales
       layer.problem.config.parallel.tp_rank = 1;
       const Result<PreparedWeights> prepared =

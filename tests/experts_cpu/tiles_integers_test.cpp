@@ -304,9 +304,9 @@ Layer MakeStoredLayer(const LayerSpec& spec, const BlockType& gate_up, const Blo
   }
   const CanonicalExpert& first = layer.experts.front();
   layer.scheme.weight = layer.problem.scheme.weight = first.down.format;
-  layer.problem.weights_have_zero_points = zeros;
-  layer.problem.gate_up_stored = first.gate.stored;
-  layer.problem.down_stored = first.down.stored;
+  layer.problem.weights.has_zero_points = zeros;
+  layer.problem.weights.gate_up_stored = first.gate.stored;
+  layer.problem.weights.down_stored = first.down.stored;
   return layer;
 }
 
@@ -382,8 +382,8 @@ TEST(Tiles_Integers, OfGguf_HaveTheSameBits) {
 TEST(Tiles_Integers, OfTwoTypes_HaveAFormatForEachGemm) {
   Layer layer = TileLayer({.scheme = "int8_w8a16:g32", .hidden = 128, .intermediate = 128});
   layer.problem.weights_scale_dtype = DType::kF32;
-  layer.problem.gate_up_stored = {4, 32, false, 8, DType::kF16, 0};  // Q4_0
-  layer.problem.down_stored = {8, 32, false, 128, DType::kF16, 0};   // Q8_0
+  layer.problem.weights.gate_up_stored = {4, 32, false, 8, DType::kF16, 0};  // Q4_0
+  layer.problem.weights.down_stored = {8, 32, false, 128, DType::kF16, 0};   // Q8_0
   for (const char* mode : {"throughput", "latency"}) {
     layer.problem.mode = mode;
     const cpu::CpuPlan plan = cpu::MakeCpuPlan(layer.problem, MachineWithTiles());

@@ -96,11 +96,11 @@ TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
   const auto problem_of = [](const char* scheme, const StoredIntegers& gate_up,
                              const StoredIntegers& down = {}) {
     MoeProblem problem = Problem(scheme);
-    problem.weights_have_zero_points = true;
+    problem.weights.has_zero_points = true;
     problem.scheme.weight.zero_point_dtype = DType::kF32;
     problem.weights_scale_dtype = DType::kF32;
-    problem.gate_up_stored = gate_up;
-    problem.down_stored = down;
+    problem.weights.gate_up_stored = gate_up;
+    problem.weights.down_stored = down;
     return problem;
   };
   const auto expect = [](const MoeProblem& problem, std::optional<FragmentFormat> gate_up,
@@ -134,9 +134,9 @@ TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
       expect(problem_of("int8_w8a16:g32", iq4, StoredWithMinima(5, 32)), FragmentFormat::kIq4, kBytes32);
   EXPECT_TRUE(indices.narrow_gate_up && !indices.narrow_down);
   MoeProblem without_minima = problem_of("int8_w8a16:g16", iq4, q6_k);
-  without_minima.weights_have_zero_points = false;
+  without_minima.weights.has_zero_points = false;
   without_minima.scheme.weight.zero_point_dtype = DType::kU8;
-  without_minima.down_stored.center = 128;
+  without_minima.weights.down_stored.center = 128;
   const CudaPlan both = expect(without_minima, FragmentFormat::kIq4, FragmentFormat::kInt6);
   EXPECT_TRUE(both.narrow_gate_up && both.narrow_down);
   EXPECT_NEAR(static_cast<double>(DeviceWeightBytes(both)) / static_cast<double>(DeviceWeightBytes(wide)),
@@ -156,7 +156,7 @@ TEST(CudaPlan, GateAndUpStoredInFewerBits_HaveAFormatOfTheirOwn) {
   expect(problem_of("int8_w8a16:g16", iq4), std::nullopt, kBytes16);
   expect(problem_of("int8_w8a16:g32", StoredAroundCenter(4, 32)), std::nullopt, kBytes32);
   MoeProblem smoothed = problem_of("int8_w8a16:g16", q4_k, q6_k);
-  smoothed.weights_have_pre_quant_scale = true;
+  smoothed.weights.has_pre_quant_scale = true;
   expect(smoothed, std::nullopt, kBytes16);
 }
 
@@ -170,8 +170,8 @@ TEST(CudaPlan, AllStoredInFewerBits_TakeThose) {
                          FragmentFormat format, double bits) {
     MoeProblem problem = Problem(scheme);
     problem.weights_scale_dtype = DType::kF32;
-    problem.gate_up_stored = gate_up;
-    problem.down_stored = down;
+    problem.weights.gate_up_stored = gate_up;
+    problem.weights.down_stored = down;
     EXPECT_TRUE(Objections(problem, Hopper()).empty());
     const CudaPlan plan = MakeCudaPlan(problem, Hopper());
     EXPECT_EQ(plan.spec.format, format) << plan.spec.ToString();
@@ -249,10 +249,10 @@ TEST(CudaPlan, Objections_EachWithActualAndRequired) {
   problem.determinism = Determinism::kBatchInvariant;
   EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kDeterminism)) << "one scale over the batch";
   problem = Problem("int4_w4a16:g128");
-  problem.weights_have_group_index = true;
+  problem.weights.has_group_index = true;
   EXPECT_FALSE(Has(Objections(problem, Hopper()), Reason::kZeroPoint));
   problem = Problem("int4_w4afp8:g128");
-  problem.weights_have_group_index = true;
+  problem.weights.has_group_index = true;
   EXPECT_EQ(Has(Objections(problem, Hopper()), Reason::kZeroPoint), problem.scheme.activation.group.col > 0);
   problem = Problem("int4_w4a16:g128");
   problem.activation = ActivationMode::kA8;
@@ -337,7 +337,7 @@ TEST(CudaPlan, ShortGroupsAndNumbersAsZeroPoints_OffsetsInFragments) {
   expect(Problem("int8_w8a16:g16"), FragmentFormat::kInt8Offset16);
   const auto with_zeros = [](const char* scheme, DType dtype) {
     MoeProblem problem = Problem(scheme);
-    problem.weights_have_zero_points = true;
+    problem.weights.has_zero_points = true;
     problem.scheme.weight.zero_point_dtype = dtype;
     return problem;
   };
@@ -359,7 +359,7 @@ TEST(CudaPlan, IntegersThatFragmentsDoNotHold_AreDecodedToF32) {
   EXPECT_EQ(CudaRecipe(plan), RecipeText{"decoded(F32)"});
   const MoeConfig& config = problem.config;
   EXPECT_EQ(DeviceWeightBytes(plan), config.num_experts * 3 * config.hidden * config.intermediate * 4);
-  problem.weights_have_pre_quant_scale = true;
+  problem.weights.has_pre_quant_scale = true;
   EXPECT_FALSE(Objections(problem, Hopper()).empty());
 }
 

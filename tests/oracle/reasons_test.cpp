@@ -40,18 +40,18 @@ const std::vector<Row>& Rows() {
       {Reason::kBias, "nvfp4_w4a4", "sm100", "FLASHINFER_TRTLLM",
        [](ExplainRequest& r) { r.config.has_bias = true; }},
       {Reason::kZeroPoint, "fp8_w8a16", "sm90", "MARLIN",
-       [](ExplainRequest& r) { r.weights_have_zero_points = true; }},
+       [](ExplainRequest& r) { r.weights.has_zero_points = true; }},
       {Reason::kZeroPoint, "int4_w4a16:g32", "sm90", "MARLIN",
        [](ExplainRequest& r) {
-         r.weights_have_zero_points = true;
+         r.weights.has_zero_points = true;
          r.scheme.weight.zero_point_dtype = DType::kF32;
        }},
       {Reason::kScheme, "int4_w4a16:g32", "sm90", "MARLIN",
        [](ExplainRequest& r) { r.scheme = *ParseScheme("int4_w4a16:g16"); }},
       {Reason::kScheme, "nvfp4_w4a4", "sm90", "MARLIN",
-       [](ExplainRequest& r) { r.weights_have_pre_quant_scale = true; }},
+       [](ExplainRequest& r) { r.weights.has_pre_quant_scale = true; }},
       {Reason::kScheme, "nvfp4_w4a4", "host", "MARLIN",
-       [](ExplainRequest& r) { r.weights_have_pre_quant_scale = true; }},
+       [](ExplainRequest& r) { r.weights.has_pre_quant_scale = true; }},
       {Reason::kParallel, "nvfp4_w4a4", "sm100", "VLLM_CUTLASS",
        [](ExplainRequest& r) { r.config.parallel = ExpertParallel(8, "allgather_reducescatter"); }},
       {Reason::kAllToAll, "nvfp4_w4a4", "sm90", "MARLIN",

@@ -17,7 +17,7 @@ bool FitsPairTile(const MoeProblem& problem, TileKind tile) {
       (tile == kTileF16 && (activation.element != DType::kF8E4M3 || !fp32_scales))) {
     return false;
   }
-  const bool reordered = problem.weights_have_group_index || problem.config.parallel.tp_size > 1;
+  const bool reordered = problem.weights.has_group_index || problem.config.parallel.tp_size > 1;
   const GroupShape group = activation.group;
   return !fp32_scales || group == kPerTensor || group == kPerRow ||
          (group.row == 1 && group.col > 0 && group.col % kPanelUnit == 0 && !reordered);
@@ -151,7 +151,7 @@ std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel
   }
   // Rows of such a model are BF16, and what it was trained with rounds the intermediate to BF16 as well. A
   // factor on the input makes values of more bits.
-  return TileChoice{problem.weights_have_pre_quant_scale ? kTileBf16Pair : kTileBf16, kTileBf16,
+  return TileChoice{problem.weights.has_pre_quant_scale ? kTileBf16Pair : kTileBf16, kTileBf16,
                     RowRule::kAsTheyAre};
 }
 
@@ -172,7 +172,7 @@ TileChoice ChooseTile(const MoeProblem& problem, const Machine& machine, WeightK
     return both(problem.activation == ActivationMode::kA8 ? kTileA8 : kTileA16, RowRule::kAsTheyAre);
   }
   const GroupShape group = activation.group;
-  const bool reordered = problem.weights_have_group_index;
+  const bool reordered = problem.weights.has_group_index;
   const bool e2m1_weights = kernel == kWeightNvfp4 || kernel == kWeightMxfp4;
   if (activation.element == DType::kF4E2M1 && e2m1_weights && group == GroupShape{1, WeightGroup(kernel)} &&
       !reordered) {
@@ -194,7 +194,7 @@ TileChoice ChooseTile(const MoeProblem& problem, const Machine& machine, WeightK
 }
 
 Result<PanelFormat> PanelOf(const MoeProblem& problem) {
-  return ChoosePanelFormat(WeightsOf(problem), problem.weights_have_zero_points, problem.weights_cut_stripes);
+  return ChoosePanelFormat(WeightsOf(problem), problem.weights.has_zero_points, problem.weights.cuts_stripes);
 }
 
 std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const StoredIntegers& stored) {

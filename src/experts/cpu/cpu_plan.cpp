@@ -18,8 +18,8 @@ constexpr int64_t kFewestTokens = 64;
 /// that are longer than its own are cut.
 bool CutsBlocks(const MoeProblem& problem, const GemmShape& shape) {
   const WeightFormat& weight = problem.scheme.weight;
-  if (shape.narrow &&
-      (problem.down_stored.group > weight.block.col || problem.down_stored.super_cols > weight.super_cols)) {
+  if (shape.narrow && (problem.weights.down_stored.group > weight.block.col ||
+                       problem.weights.down_stored.super_cols > weight.super_cols)) {
     return true;
   }
   const int64_t block = shape.panel.block, share = shape.cols;
@@ -39,16 +39,17 @@ GemmShape MakeGemm(const MoeProblem& problem, Gemm gemm, std::optional<PanelForm
   shape.cols = down ? config.intermediate : config.hidden;
   shape.parts = !down && config.activation.gated() ? 2 : 1;
   shape.stripes = CeilDiv(shape.rows, kPanelRows);
-  const WeightFormat weight =
-      narrow ? NarrowFormat(problem.scheme.weight, down ? problem.down_stored : problem.gate_up_stored)
-             : problem.scheme.weight;
+  const WeightFormat weight = narrow
+                                  ? NarrowFormat(problem.scheme.weight, down ? problem.weights.down_stored
+                                                                             : problem.weights.gate_up_stored)
+                                  : problem.scheme.weight;
   // Tensor parallelism cuts the intermediate, which is K of the second GEMM, maybe inside a group of scales.
   const int64_t group = weight.block.col;
   const bool cut =
       config.parallel.tp_size > 1 && group > 0 &&
       (config.intermediate % group != 0 || (shape.cols == config.intermediate && CutsBlocks(problem, shape)));
   shape.padded_cols =
-      PanelColumnsBound(weight, shape.panel, shape.cols, problem.weights_have_group_index || cut);
+      PanelColumnsBound(weight, shape.panel, shape.cols, problem.weights.has_group_index || cut);
   shape.blocks = shape.padded_cols / shape.panel.block;
   shape.stripe_bytes = shape.panel.stripe_bytes(shape.blocks);
   shape.tile_row_bytes = RoundUp(TileRowBytes(shape.kernel, tile, shape.padded_cols), 4 * kTileWords);
@@ -133,8 +134,8 @@ void PlanGemms(const MoeProblem& problem, const Machine& machine, CpuPlan& plan)
                ? panel
                : std::nullopt;
   };
-  const std::optional<PanelFormat> gate_up = narrow(problem.gate_up_stored),
-                                   down = narrow(problem.down_stored);
+  const std::optional<PanelFormat> gate_up = narrow(problem.weights.gate_up_stored),
+                                   down = narrow(problem.weights.down_stored);
   plan.gate_up = MakeGemm(problem, kGateUp, gate_up, choice.gate_up);
   plan.down = MakeGemm(problem, kDown, down, choice.down);
   FitVectorKernels(machine, plan);

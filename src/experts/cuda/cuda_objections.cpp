@@ -45,7 +45,7 @@ void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
            "F32, BF16, F16, FP8, MXFP8, MXFP6, NVFP4, MXFP4, INT4 or INT8 weights");
   }
   const ActivationFormat activation = ActivationOf(problem);
-  if (problem.weights_have_group_index && activation.quantized() && activation.group.col > 0) {
+  if (problem.weights.has_group_index && activation.quantized() && activation.group.col > 0) {
     Refuse(verdicts, Reason::kZeroPoint,
            "weights in activation order want their input sorted, and groups of activations as they are",
            fmt::format("activation scales of groups of {}", activation.group.col),

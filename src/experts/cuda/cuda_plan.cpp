@@ -44,8 +44,8 @@ FragmentSizes SizesOf(const CudaPlan& plan) {
 std::optional<FragmentSpec> StoredLayout(const MoeProblem& problem, const StoredIntegers& of_gemm,
                                          const FragmentSpec& wide) {
   const StoredIntegers stored = WithoutLevels(of_gemm);
-  if (stored.bits == 0 || ActivationOf(problem).quantized() || problem.weights_have_pre_quant_scale ||
-      problem.weights_have_group_index) {
+  if (stored.bits == 0 || ActivationOf(problem).quantized() || problem.weights.has_pre_quant_scale ||
+      problem.weights.has_group_index) {
     return std::nullopt;
   }
   const Result<FragmentSpec> spec =
@@ -69,10 +69,10 @@ bool TokensCarryFactor(const CudaPlan& plan) {
 
 Result<CudaLayout> LayoutOf(const MoeProblem& problem) {
   CudaLayout layout;
-  FMOE_ASSIGN_OR_RETURN(layout.spec,
-                        ChooseFragmentSpec(WeightsOf(problem), problem.weights_have_zero_points));
-  const std::optional<FragmentSpec> gate_up = StoredLayout(problem, problem.gate_up_stored, layout.spec),
-                                    down = StoredLayout(problem, problem.down_stored, layout.spec);
+  FMOE_ASSIGN_OR_RETURN(layout.spec, ChooseFragmentSpec(WeightsOf(problem), problem.weights.has_zero_points));
+  const std::optional<FragmentSpec> gate_up =
+                                        StoredLayout(problem, problem.weights.gate_up_stored, layout.spec),
+                                    down = StoredLayout(problem, problem.weights.down_stored, layout.spec);
   if (gate_up && down && *gate_up == *down) {
     return CudaLayout{*down, true, true};
   }
@@ -92,7 +92,7 @@ bool IsFloat32(const MoeProblem& problem) {
     return weight.element == DType::kF32;
   }
   return IsIntegerCode(weight.element) && !LayoutOf(problem).ok() && !ActivationOf(problem).quantized() &&
-         !problem.weights_have_pre_quant_scale;
+         !problem.weights.has_pre_quant_scale;
 }
 
 CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
@@ -130,7 +130,7 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
     plan.forced = Kernels::kPrefill;
   }
   plan.has_bias = config.has_bias;
-  plan.reordered = problem.weights_have_group_index && !plan.float32;
+  plan.reordered = problem.weights.has_group_index && !plan.float32;
   plan.short_scales = FragmentTraitsOf(plan.spec.format).scale == FragmentScale::kF32Zero &&
                       WeightsOf(problem).block_scale_dtype == DType::kF32;
   plan.weights_input = config.apply_router_weight_on_input;

@@ -32,11 +32,11 @@ void CommonObjections(const Contract& contract, const MoeProblem& problem, std::
     Refuse(verdicts, Reason::kScheme, "the contract itself says how activations are treated",
            ActivationModeName(problem.activation), ActivationModeName(own));
   }
-  if (problem.weights_have_group_index && !contract.activation_order) {
+  if (problem.weights.has_group_index && !contract.activation_order) {
     Refuse(verdicts, Reason::kZeroPoint, "the layout has no place for an activation order (g_idx)",
            "activation order", "none");
   }
-  if (problem.weights_have_pre_quant_scale) {
+  if (problem.weights.has_pre_quant_scale) {
     Refuse(verdicts, Reason::kScheme,
            "the kernels multiply no smoothing factors (pre_quant_scale) into their input", "pre_quant_scale",
            "none");
@@ -106,7 +106,7 @@ void RefuseBias(std::vector<Verdict>& verdicts, const MoeProblem& problem) {
 }
 
 void RefuseZeroPoints(std::vector<Verdict>& verdicts, const MoeProblem& problem) {
-  if (problem.weights_have_zero_points) {
+  if (problem.weights.has_zero_points) {
     Refuse(verdicts, Reason::kZeroPoint, "the kernels subtract no zero points", "zero points", "none");
   }
 }
@@ -185,8 +185,8 @@ Plan ContractPlan(const Contract& contract, const MoeProblem& problem) {
   layout.gated = problem.config.activation.gated();
   layout.format = problem.scheme.weight;
   layout.has_bias = problem.config.has_bias;
-  layout.has_zero_points = problem.weights_have_zero_points;
-  layout.has_group_index = problem.weights_have_group_index;
+  layout.has_zero_points = problem.weights.has_zero_points;
+  layout.has_group_index = problem.weights.has_group_index;
   layout.has_input_scales = problem.scheme.activation.static_tensor_scale;
   layout.activation = problem.config.dtype;
   plan.recipe = contract.recipe == nullptr ? RecipeText{"canonical"} : contract.recipe(layout).ToText();

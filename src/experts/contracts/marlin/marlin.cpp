@@ -28,7 +28,7 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
     Refuse(verdicts, Reason::kScheme, "the kernels know no such groups",
            fmt::format("groups of {}", weight.block.col), "a multiple of 32");
   }
-  if (problem.weights_have_zero_points && weight.zero_point_dtype != DType::kU8) {
+  if (problem.weights.has_zero_points && weight.zero_point_dtype != DType::kU8) {
     Refuse(verdicts, Reason::kZeroPoint, "the kernels subtract zero points that are codes",
            std::string(DTypeName(weight.zero_point_dtype)), "U8");
   }
@@ -36,7 +36,7 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
     RequireMultiple(verdicts, Reason::kHiddenSize, "hidden", problem.config.hidden, 2);
     RequireMultiple(verdicts, Reason::kIntermediateSize, "intermediate", problem.config.intermediate, 2);
   }
-  if (problem.weights_have_group_index) {  // columns behind the last group would belong to none
+  if (problem.weights.has_group_index) {  // columns behind the last group would belong to none
     const int64_t multiple = std::lcm(int64_t{64}, std::max<int64_t>(weight.block.col, 1));
     RequireMultiple(verdicts, Reason::kHiddenSize, "hidden of an activation order", problem.config.hidden,
                     multiple);

@@ -38,7 +38,7 @@ std::optional<TileWeights> WeightsOnUnit(const GemmShape& shape, const Activatio
 
 /// Columns may stand in another order than in the checkpoint.
 bool IsReordered(const MoeProblem& problem) {
-  return problem.weights_have_group_index || problem.config.parallel.tp_size > 1;
+  return problem.weights.has_group_index || problem.config.parallel.tp_size > 1;
 }
 
 /// Fills in how the unit multiplies one of the GEMMs; false: it does not.
