@@ -7,6 +7,7 @@
 #include "numerics/rows.hpp"
 #include "platform/cuda/card.hpp"
 #include "routing/router_gemm.hpp"
+#include "routing/topk_ids.hpp"
 
 // Which experts a forward runs: those of the caller, or those that the router chooses; on the CPU by loops,
 // on a card by launches.
@@ -113,14 +114,8 @@ Status MoeLayer::Impl::SplitIdentityExperts(const Workspace& workspace, const Ex
     FMOE_RETURN_IF_ERROR(cuda::SplitIdentity(num_tokens, config.top_k(), config.num_experts, input.topk_ids,
                                              input.topk_weights, kept, identity, executor.stream));
   } else {
-    for (int64_t token = 0; token < num_tokens; ++token) {
-      identity[token] = 0.0F;
-      for (int64_t slot = token * config.top_k(); slot < (token + 1) * config.top_k(); ++slot) {
-        const bool is_identity = input.topk_ids[slot] >= config.num_experts;
-        kept[slot] = is_identity ? -1 : input.topk_ids[slot];
-        identity[token] += is_identity ? input.topk_weights[slot] : 0.0F;
-      }
-    }
+    SplitIdentity(num_tokens, config.top_k(), config.num_experts, input.topk_ids, input.topk_weights, kept,
+                  identity);
   }
   input.topk_ids = kept;
   input.identity_weights = identity;

@@ -6,6 +6,7 @@
 
 #include "core/names.hpp"
 #include "moe/experts.hpp"
+#include "moe/objections.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -30,8 +31,8 @@ class Checker {
   }
 
  private:
-  void Object(Reason reason, std::string sentence, std::string actual, std::string required) {
-    verdicts_.push_back({reason, std::move(sentence), std::move(actual), std::move(required)});
+  void Object(Reason reason, std::string sentence, std::string_view actual, std::string_view required) {
+    Refuse(verdicts_, reason, std::move(sentence), actual, required);
   }
 
   void Device() {

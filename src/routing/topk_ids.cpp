@@ -37,16 +37,14 @@ Status ChooseReplicas(std::span<const int32_t> logical_ids, int64_t top_k,
   return Status::Ok();
 }
 
-void SplitZeroExperts(int64_t num_tokens, int64_t top_k, int64_t num_real_experts, int32_t* topk_ids,
-                      float* topk_weights, float* identity_weights) {
+void SplitIdentity(int64_t num_tokens, int64_t top_k, int64_t num_real_experts, const int32_t* topk_ids,
+                   const float* topk_weights, int32_t* kept, float* identity_weights) {
   for (int64_t token = 0; token < num_tokens; ++token) {
     float sum = 0.0F;
     for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
-      if (topk_ids[slot] >= num_real_experts) {
-        sum += topk_weights[slot];
-        topk_ids[slot] = -1;
-        topk_weights[slot] = 0.0F;
-      }
+      const bool identity = topk_ids[slot] >= num_real_experts;
+      sum += identity ? topk_weights[slot] : 0.0F;
+      kept[slot] = identity ? -1 : topk_ids[slot];
     }
     identity_weights[token] = sum;
   }

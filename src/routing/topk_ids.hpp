@@ -26,9 +26,9 @@ Status ChooseReplicas(std::span<const int32_t> logical_ids, int64_t top_k,
                       std::span<int32_t> physical_ids, int64_t first_token = 0);
 
 /// Takes identity experts (ids from `num_real_experts` on) out of a routed batch: their weights add up in
-/// `identity_weights` [M], by which the token's own hidden state is to be added; their slots become id -1,
-/// weight 0.
-void SplitZeroExperts(int64_t num_tokens, int64_t top_k, int64_t num_real_experts, int32_t* topk_ids,
-                      float* topk_weights, float* identity_weights);
+/// `identity_weights` [M], by which the token's own hidden state is to be added; their slots have id -1 in
+/// `kept` [M, k], which may be `topk_ids` itself.
+void SplitIdentity(int64_t num_tokens, int64_t top_k, int64_t num_real_experts, const int32_t* topk_ids,
+                   const float* topk_weights, int32_t* kept, float* identity_weights);
 
 }  // namespace fusedmoe

@@ -35,13 +35,12 @@ TEST(TopKIds, EveryReplicaIsUsedAndRowsOutsideAreRefused) {
   EXPECT_EQ(ChooseReplicas(ids, 1, count, map, physical).code(), StatusCode::kBadInput);
 }
 
-TEST(TopKIds, ZeroExpertsLeaveTheirWeightToTheToken) {
+TEST(TopKIds, IdentityExpertsLeaveTheirWeightToTheToken) {
   std::vector<int32_t> ids = {5, 1, 4, 0, 2, 3};
-  std::vector<float> weights = {0.5F, 0.25F, 0.125F, 0.75F, 0.5F, 0.25F};
+  const std::vector<float> weights = {0.5F, 0.25F, 0.125F, 0.75F, 0.5F, 0.25F};
   std::vector<float> identity(2);
-  SplitZeroExperts(2, 3, 4, ids.data(), weights.data(), identity.data());
+  SplitIdentity(2, 3, 4, ids.data(), weights.data(), ids.data(), identity.data());
   EXPECT_EQ(ids, (std::vector<int32_t>{-1, 1, -1, 0, 2, 3}));
-  EXPECT_EQ(weights, (std::vector<float>{0.0F, 0.25F, 0.0F, 0.75F, 0.5F, 0.25F}));
   EXPECT_EQ(identity, (std::vector<float>{0.625F, 0.0F}));
 }
 

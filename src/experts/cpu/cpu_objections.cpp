@@ -3,14 +3,11 @@
 
 #include "core/names.hpp"
 #include "experts/cpu/cpu_choice.hpp"
+#include "moe/objections.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
-
-Verdict Objection(Reason reason, std::string sentence, std::string actual, std::string required) {
-  return {reason, std::move(sentence), std::move(actual), std::move(required)};
-}
 
 std::string BuiltIsaNames() {
   const std::string names = JoinNames(BuiltIsas(), IsaName);
@@ -20,25 +17,23 @@ std::string BuiltIsaNames() {
 void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Verdict>& verdicts) {
   if (problem.isa.empty()) {
     if (!BestIsa(machine)) {
-      verdicts.push_back(Objection(Reason::kIsa,
-                                   "this build has no kernels for any instruction set of this CPU",
-                                   machine.cpu_name, BuiltIsaNames()));
+      Refuse(verdicts, Reason::kIsa, "this build has no kernels for any instruction set of this CPU",
+             machine.cpu_name, BuiltIsaNames());
     }
     return;
   }
   const std::optional<Isa> isa = ParseIsa(problem.isa);
   if (!isa || FindKernelTable(*isa) == nullptr) {
-    verdicts.push_back(Objection(
-        Reason::kNotBuilt, fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
-        problem.isa, BuiltIsaNames()));
+    Refuse(verdicts, Reason::kNotBuilt,
+           fmt::format("this build has no kernels for the instruction set '{}'", problem.isa), problem.isa,
+           BuiltIsaNames());
   } else if (!machine.Has(*isa)) {
     const auto best = BestIsa(machine);
     const std::string has = best ? std::string(IsaName(*best)) : "none";
-    verdicts.push_back(
-        Objection(Reason::kIsa,
-                  fmt::format("this CPU cannot run {}, which needs {}; the best level that it has is {}",
-                              problem.isa, IsaNeeds(*isa), has),
-                  has, problem.isa));
+    Refuse(verdicts, Reason::kIsa,
+           fmt::format("this CPU cannot run {}, which needs {}; the best level that it has is {}",
+                       problem.isa, IsaNeeds(*isa), has),
+           has, problem.isa);
   }
 }
 
@@ -52,18 +47,18 @@ void CheckA8(const MoeProblem& problem, WeightKernel kernel, Isa isa, std::vecto
   const std::optional<TileChoice> pair = ChoosePairTile(problem, kernel, isa);
   if (ActivationOf(problem).quantized()) {
     if (!float_weights || !pair || pair->gate_up != kTileF16) {
-      verdicts.push_back(
-          Objection(Reason::kScheme,
-                    "a8 replaces 16-bit activations, or fp32 sums of FP8 by sums in f16; this scheme "
-                    "quantizes its own, and the level has no such sums for it",
-                    problem.scheme.name,
-                    "a weight-only scheme, or FP8 (e4m3) with activation scales in fp32 on avx512_fp16"));
+      Refuse(verdicts, Reason::kScheme,
+             "a8 replaces 16-bit activations, or fp32 sums of FP8 by sums in f16; this scheme "
+             "quantizes its own, and the level has no such sums for it",
+             problem.scheme.name,
+             "a weight-only scheme, or FP8 (e4m3) with activation scales in fp32 on avx512_fp16");
     }
   } else if (float_weights && !pair) {
-    verdicts.push_back(Objection(
-        Reason::kScheme, "8-bit activations need weights of 4 or 6 bits or int8, or a unit for 16-bit floats",
+    Refuse(
+        verdicts, Reason::kScheme,
+        "8-bit activations need weights of 4 or 6 bits or int8, or a unit for 16-bit floats",
         problem.scheme.name,
-        "NVFP4, MXFP4, MXFP6, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16"));
+        "NVFP4, MXFP4, MXFP6, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16");
   }
 }
 
@@ -71,60 +66,40 @@ void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts)
   const ActivationFormat activation = ActivationOf(problem);
   if (problem.activation == ActivationMode::kMaxExpanded ||
       problem.activation == ActivationMode::kMaxGateUp) {
-    verdicts.push_back(
-        Objection(Reason::kScheme,
-                  "the activation scales of the experts stay their own; shared scales are a contract of "
-                  "other backends",
-                  std::string(ActivationModeName(problem.activation)), "as_checkpoint, weight_only or a8"));
+    Refuse(verdicts, Reason::kScheme,
+           "the activation scales of the experts stay their own; shared scales are a contract of "
+           "other backends",
+           ActivationModeName(problem.activation), "as_checkpoint, weight_only or a8");
   }
   if (const Status status = CheckActivationFormat(activation); !status.ok()) {
-    verdicts.push_back(Objection(Reason::kScheme, status.message(), problem.scheme.name, ""));
+    Refuse(verdicts, Reason::kScheme, status.message(), problem.scheme.name, "");
   }
   if (activation.quantized() &&
       (activation.scale_dtype == DType::kBF16 || activation.scale_dtype == DType::kF16)) {
-    verdicts.push_back(Objection(Reason::kScheme,
-                                 "kernels take activation scales of 16-bit floats for no tile",
-                                 std::string(DTypeName(activation.scale_dtype)), "F32, F8_E8M0 or F8_E4M3"));
+    Refuse(verdicts, Reason::kScheme, "kernels take activation scales of 16-bit floats for no tile",
+           DTypeName(activation.scale_dtype), "F32, F8_E8M0 or F8_E4M3");
   }
-  if (NeedsDynamicTensorScale(activation) && problem.determinism >= Determinism::kBatchInvariant) {
-    verdicts.push_back(Objection(Reason::kDeterminism,
-                                 "one activation scale over the batch makes a token depend on its neighbours",
-                                 std::string(DeterminismName(problem.determinism)), "thread_invariant"));
-  }
+  RefuseBatchScale(verdicts, problem, activation);
 }
 
 }  // namespace
 
 std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& machine) {
   std::vector<Verdict> verdicts;
-  const MoeConfig& config = problem.config;
   CheckIsa(problem, machine, verdicts);
   const Result<PanelFormat> panel = PanelOf(problem);
   if (!panel.ok()) {
-    verdicts.push_back(Objection(Reason::kScheme, panel.status().message(), problem.scheme.name,
-                                 "F32, F16, BF16, FP8, MXFP6, NVFP4, MXFP4, INT4 or INT8 weights"));
+    Refuse(verdicts, Reason::kScheme, panel.status().message(), problem.scheme.name,
+           "F32, F16, BF16, FP8, MXFP6, NVFP4, MXFP4, INT4 or INT8 weights");
   } else if (KernelFor(*panel) == kNumWeightKernels) {
-    verdicts.push_back(Objection(Reason::kScheme, fmt::format("no kernel reads {}", panel->ToString()),
-                                 problem.scheme.name, ""));
+    Refuse(verdicts, Reason::kScheme, fmt::format("no kernel reads {}", panel->ToString()),
+           problem.scheme.name, "");
   } else {
     CheckA8(problem, KernelFor(*panel), VectorIsa(IsaOf(problem, machine), machine), verdicts);
   }
   CheckActivations(problem, verdicts);
-  if (config.apply_router_weight_on_input && config.top_k() != 1) {
-    verdicts.push_back(Objection(Reason::kRouterWeightOnInput,
-                                 "router weights on the input need one expert per token",
-                                 std::to_string(config.top_k()), "1"));
-  }
-  const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
-  const bool known_mode = problem.mode.empty() || (problem.mode == "masked") == batched;
-  const bool any_mode = problem.mode.empty() || problem.mode == "latency" || problem.mode == "throughput" ||
-                        problem.mode == "masked";
-  if (!any_mode || !known_mode) {
-    verdicts.push_back(
-        Objection(Reason::kActivationFormat,
-                  fmt::format("mode '{}' does not exist for this activation format", problem.mode),
-                  problem.mode, batched ? "masked" : "latency or throughput"));
-  }
+  RefuseInputWeights(verdicts, problem);
+  RefuseForeignMode(verdicts, problem);
   return verdicts;
 }
 

@@ -11,15 +11,11 @@
 #include "experts/cuda/float32/float32.hpp"
 #include "experts/cuda/operands/operand_format.hpp"
 #include "experts/cuda/prefill/prefill.hpp"
+#include "moe/objections.hpp"
 #include "platform/cuda/card.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
-
-void Refuse(std::vector<Verdict>& verdicts, Reason reason, std::string sentence, std::string actual,
-            std::string required) {
-  verdicts.push_back({reason, std::move(sentence), std::move(actual), std::move(required)});
-}
 
 void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
   if (!WhyNotBuilt().empty()) {
@@ -55,7 +51,7 @@ void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
       problem.activation != ActivationMode::kWeightOnly && problem.activation != ActivationMode::kMaxGateUp) {
     Refuse(verdicts, Reason::kScheme,
            "the kernels quantize activations as the checkpoint says, or not at all",
-           std::string(ActivationModeName(problem.activation)), "as_checkpoint or weight_only");
+           ActivationModeName(problem.activation), "as_checkpoint or weight_only");
   }
   if (const Status status = CheckOperandFormat(activation); !status.ok()) {
     Refuse(verdicts, Reason::kScheme, status.message(), problem.scheme.name,
@@ -75,10 +71,7 @@ void CheckSizes(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
            std::to_string(std::max(config.num_experts, config.num_local_experts)),
            fmt::format("at most {}", kMaxExperts));
   }
-  if (config.apply_router_weight_on_input && config.top_k() != 1) {
-    Refuse(verdicts, Reason::kRouterWeightOnInput, "router weights on the input need one expert per token",
-           std::to_string(config.top_k()), "1");
-  }
+  RefuseInputWeights(verdicts, problem);
 }
 
 /// Ranks on cards gather: every card sees all tokens, and which of them it computes stands in ids that no
@@ -118,19 +111,15 @@ void CheckDeterminism(const MoeProblem& problem, std::vector<Verdict>& verdicts)
   if (problem.determinism < Determinism::kBatchInvariant) {
     return;
   }
-  const std::string actual(DeterminismName(problem.determinism));
   if (problem.mode == "latency") {
     Refuse(verdicts, Reason::kDeterminism, "decode cuts sums by what else the call computes", "mode latency",
            "mode throughput");
   }
-  if (MidKindOf(ActivationOf(problem)) == MidKind::kQuantizedByBatch) {
-    Refuse(verdicts, Reason::kDeterminism, "one activation scale is taken over all tokens of a call", actual,
-           "thread_invariant");
-  }
+  RefuseBatchScale(verdicts, problem, ActivationOf(problem));
   if (problem.determinism >= Determinism::kRankInvariant) {
     Refuse(verdicts, Reason::kDeterminism,
-           "cards add up the slots of a token before ranks do: one rank adds them in another order", actual,
-           "batch_invariant");
+           "cards add up the slots of a token before ranks do: one rank adds them in another order",
+           DeterminismName(problem.determinism), "batch_invariant");
   }
 }
 
@@ -142,15 +131,7 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
   CheckScheme(problem, verdicts);
   CheckSizes(problem, verdicts);
   CheckRanks(problem, verdicts);
-  const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
-  const bool known = batched
-                         ? problem.mode.empty() || problem.mode == "masked"
-                         : problem.mode.empty() || problem.mode == "latency" || problem.mode == "throughput";
-  if (!known) {
-    Refuse(verdicts, Reason::kActivationFormat,
-           fmt::format("mode '{}' does not exist for this activation format", problem.mode), problem.mode,
-           batched ? "masked" : "latency or throughput");
-  }
+  RefuseForeignMode(verdicts, problem);
   if (!problem.isa.empty()) {
     Refuse(verdicts, Reason::kIsa, "instruction sets of the CPU are no choice on a card", problem.isa,
            "none");

@@ -4,7 +4,7 @@
 
 #include "experts/reference/reference_experts.hpp"
 #include "moe/cost.hpp"
-#include "quant/activation_quantizer.hpp"
+#include "moe/objections.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {
@@ -12,29 +12,18 @@ namespace {
 
 std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machine*/) {
   std::vector<Verdict> verdicts;
-  if (problem.config.apply_router_weight_on_input && problem.config.top_k() != 1) {
-    verdicts.push_back({Reason::kRouterWeightOnInput,
-                        "router weights on the input need one expert per token, this layer has top_k = " +
-                            std::to_string(problem.config.top_k()),
-                        std::to_string(problem.config.top_k()), "1"});
-  }
-  if (problem.determinism >= Determinism::kBatchInvariant && NeedsDynamicTensorScale(ActivationOf(problem))) {
-    verdicts.push_back(
-        {Reason::kDeterminism,
-         "the scheme takes one activation scale over the whole batch, so a token's result depends "
-         "on its neighbours by definition",
-         std::string(DeterminismName(problem.determinism)), "thread_invariant"});
-  }
+  RefuseInputWeights(verdicts, problem);
+  RefuseBatchScale(verdicts, problem, ActivationOf(problem));
   if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
-    verdicts.push_back({Reason::kScheme, "a8 replaces 16-bit activations; this scheme quantizes its own",
-                        problem.scheme.name, "a weight-only scheme"});
+    Refuse(verdicts, Reason::kScheme, "a8 replaces 16-bit activations; this scheme quantizes its own",
+           problem.scheme.name, "a weight-only scheme");
   }
   if (!problem.isa.empty()) {
-    verdicts.push_back({Reason::kIsa, "the reference has one portable code path, no instruction-set levels",
-                        problem.isa, "none"});
+    Refuse(verdicts, Reason::kIsa, "the reference has one portable code path, no instruction-set levels",
+           problem.isa, "none");
   }
   if (!problem.mode.empty() && problem.mode != "reference") {
-    verdicts.push_back({Reason::kIsa, "the reference has one mode", problem.mode, "reference"});
+    Refuse(verdicts, Reason::kIsa, "the reference has one mode", problem.mode, "reference");
   }
   return verdicts;
 }

@@ -66,7 +66,7 @@ class DeviceRouter {
 Status TakeChoice(TensorView ids, TensorView weights, int64_t num_experts, int32_t* topk_ids,
                   float* topk_weights, void* stream);
 
-/// Takes identity experts out, as SplitZeroExperts does: `kept` [M, k] may be `topk_ids` itself.
+/// SplitIdentity of topk_ids.hpp, on a card.
 Status SplitIdentity(int64_t num_tokens, int64_t top_k, int64_t num_real_experts, const int32_t* topk_ids,
                      const float* topk_weights, int32_t* kept, float* identity_weights, void* stream);
 

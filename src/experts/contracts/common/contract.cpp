@@ -8,7 +8,6 @@
 #include "experts/contracts/common/contract_experts.hpp"
 #include "moe/cost.hpp"
 #include "moe/experts.hpp"
-#include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -23,10 +22,7 @@ void CommonObjections(const Contract& contract, const MoeProblem& problem, std::
     Refuse(verdicts, Reason::kActivationFormat, fmt::format("{} reads {} rows only", contract.name, other),
            FormatName(format), other);
   }
-  if (config.apply_router_weight_on_input && config.top_k() != 1) {
-    Refuse(verdicts, Reason::kRouterWeightOnInput, "router weights on the input need one expert per token",
-           std::to_string(config.top_k()), "1");
-  }
+  RefuseInputWeights(verdicts, problem);
   const ActivationMode own = ContractActivation(contract, problem);
   if (problem.activation != ActivationMode::kAsCheckpoint && problem.activation != own) {
     Refuse(verdicts, Reason::kScheme, "the contract itself says how activations are treated",
@@ -49,11 +45,8 @@ void CommonObjections(const Contract& contract, const MoeProblem& problem, std::
     Refuse(verdicts, Reason::kIsa, fmt::format("{} has one mode", contract.name), problem.mode,
            contract.mode);
   }
-  if (problem.determinism >= Determinism::kBatchInvariant && !contract.weight_only &&
-      NeedsDynamicTensorScale(problem.scheme.activation)) {
-    Refuse(verdicts, Reason::kDeterminism,
-           "the scheme takes one activation scale over the whole batch, so tokens depend on their neighbours",
-           DeterminismName(problem.determinism), "thread_invariant");
+  if (!contract.weight_only) {
+    RefuseBatchScale(verdicts, problem, problem.scheme.activation);
   }
   if (problem.determinism >= Determinism::kRankInvariant && !batched) {
     Refuse(
@@ -64,11 +57,6 @@ void CommonObjections(const Contract& contract, const MoeProblem& problem, std::
 }
 
 }  // namespace
-
-void Refuse(std::vector<Verdict>& verdicts, Reason reason, std::string sentence, std::string_view actual,
-            std::string_view required) {
-  verdicts.push_back({reason, std::move(sentence), std::string(actual), std::string(required)});
-}
 
 void RequireMultiple(std::vector<Verdict>& verdicts, Reason reason, std::string_view what, int64_t actual,
                      int64_t multiple) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "moe/backend.hpp"
+#include "moe/objections.hpp"
 #include "weights/steps/fused_expert.hpp"
 #include "weights/steps/recipes.hpp"
 
@@ -47,13 +48,11 @@ ActivationMode ContractActivation(const Contract& contract, const MoeProblem& pr
 /// The sizes that prepared tensors of a problem have without their layout.
 FusedShape FusedShapeOf(const MoeProblem& problem);
 
-/// Helpers for `objections`.
+/// Helpers for `objections`, beside those of moe/objections.hpp.
 void RequireMultiple(std::vector<Verdict>& verdicts, Reason reason, std::string_view what, int64_t actual,
                      int64_t multiple);
 void RequireAtMost(std::vector<Verdict>& verdicts, Reason reason, std::string_view what, int64_t actual,
                    int64_t largest);
-void Refuse(std::vector<Verdict>& verdicts, Reason reason, std::string sentence, std::string_view actual,
-            std::string_view required);
 
 /// Refuses activations outside the list, and a clamp limit or other constants where `fixed_parameters`.
 void RequireActivation(std::vector<Verdict>& verdicts, const MoeProblem& problem,
