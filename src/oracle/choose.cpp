@@ -1,7 +1,6 @@
 #include "oracle/choose.hpp"
 
 #include <algorithm>
-#include <cctype>
 #include <numeric>
 
 #include <fmt/format.h>
@@ -9,6 +8,7 @@
 #include <fusedmoe/oracle.hpp>
 
 #include "core/names.hpp"
+#include "core/text.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -113,13 +113,6 @@ std::vector<size_t> OrderOf(const std::vector<std::string_view>& first, const st
 }
 
 }  // namespace
-
-std::string UpperCase(std::string_view text) {
-  std::string upper(text);
-  std::transform(upper.begin(), upper.end(), upper.begin(),
-                 [](unsigned char letter) { return static_cast<char>(std::toupper(letter)); });
-  return upper;
-}
 
 std::string_view NamedBackend(std::string_view backend) {
   return UpperCase(backend) == "AUTO" ? std::string_view() : backend;

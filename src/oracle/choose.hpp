@@ -37,6 +37,4 @@ Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, A
 void ReportSwitches(const Switches& switches, SchemeFamily family, bool named,
                     const std::function<Selection(const Switches&)>& again, Selection& selection);
 
-std::string UpperCase(std::string_view text);
-
 }  // namespace fusedmoe

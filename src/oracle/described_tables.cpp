@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "oracle/choose.hpp"
+#include "core/text.hpp"
 #include "oracle/family_tables.hpp"
 
 namespace fusedmoe {

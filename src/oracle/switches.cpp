@@ -8,6 +8,8 @@
 
 #include <fmt/format.h>
 
+#include "core/text.hpp"
+
 namespace fusedmoe {
 namespace {
 
@@ -62,9 +64,7 @@ std::vector<std::string_view> NearestSwitches(std::string_view name) {
 
 /// Upstream reads int(value); the ROCm flags take "true" too. Both spellings are taken everywhere.
 std::optional<bool> ParseFlag(std::string_view value) {
-  std::string lower(value);
-  std::transform(lower.begin(), lower.end(), lower.begin(),
-                 [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
+  const std::string lower = LowerCase(value);
   if (lower == "true" || lower == "false") {
     return lower == "true";
   }

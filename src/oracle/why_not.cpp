@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "core/names.hpp"
+#include "core/text.hpp"
 #include "oracle/changes.hpp"
 #include "oracle/choose.hpp"
 #include "oracle/described.hpp"
