@@ -14,6 +14,7 @@
 
 #include "core/checked_math.hpp"
 #include "parallel/agreement.hpp"
+#include "weights/canonical.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -32,11 +33,6 @@ struct BlobHeader {
 static_assert(sizeof(BlobHeader) == 72);
 constexpr int64_t kHeaderBytes = 128;
 
-constexpr Tensor CanonicalMatrix::*kTensors[] = {
-    &CanonicalMatrix::codes,       &CanonicalMatrix::block_scale,   &CanonicalMatrix::zero_point,
-    &CanonicalMatrix::super_scale, &CanonicalMatrix::super_minimum, &CanonicalMatrix::channel_scale,
-    &CanonicalMatrix::bias,        &CanonicalMatrix::group_index,   &CanonicalMatrix::pre_quant_scale};
-
 template <typename Expert>
 auto MatricesOf(Expert& expert) {
   return std::array{&expert.gate, &expert.up, &expert.down};
@@ -47,7 +43,7 @@ uint64_t ShapesOf(const CanonicalExpert& expert) {
   for (const CanonicalMatrix* matrix : MatricesOf(expert)) {
     text += fmt::format("{} {} {} {};", matrix->rows, matrix->cols, matrix->scale_row_offset,
                         matrix->scale_col_offset);
-    for (const auto tensor : kTensors) {
+    for (const auto& [name, tensor] : kCanonicalTensors) {
       const TensorView& view = (matrix->*tensor).view();
       text += view.empty() ? "-;" : fmt::format("{} {};", DTypeName(view.dtype()), view.shape().ToString());
     }
@@ -58,7 +54,7 @@ uint64_t ShapesOf(const CanonicalExpert& expert) {
 int64_t BlobBytes(const CanonicalExpert& expert) {
   int64_t bytes = kHeaderBytes;
   for (const CanonicalMatrix* matrix : MatricesOf(expert)) {
-    for (const auto tensor : kTensors) {
+    for (const auto& [name, tensor] : kCanonicalTensors) {
       const TensorView& view = (matrix->*tensor).view();
       bytes += view.empty() ? 0 : RoundUp(view.total_bytes(), kAlign);
     }
@@ -242,7 +238,7 @@ void ExpertMover::Pack(int32_t expert, std::byte* blob) {
     header.has_tensor_scale[index] = matrix->tensor_scale.has_value() ? 1 : 0;
     header.input_tensor_scale[index] = matrix->input_tensor_scale.value_or(0);
     header.has_input_tensor_scale[index++] = matrix->input_tensor_scale.has_value() ? 1 : 0;
-    for (const auto tensor : kTensors) {
+    for (const auto& [name, tensor] : kCanonicalTensors) {
       const TensorView& view = (matrix->*tensor).view();
       if (!view.empty()) {
         CopyDense(view, target);
@@ -273,7 +269,7 @@ Result<CanonicalExpert> ExpertMover::Unpack(const Tensor& memory, int64_t offset
     matrix->input_tensor_scale =
         value(header.has_input_tensor_scale[index] != 0, header.input_tensor_scale[index]);
     ++index;
-    for (const auto tensor : kTensors) {
+    for (const auto& [name, tensor] : kCanonicalTensors) {
       const TensorView& view = (matrix->*tensor).view();
       if (!view.empty()) {
         const TensorView own(source, view.dtype(), view.shape());

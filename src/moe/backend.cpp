@@ -1,5 +1,6 @@
 #include "moe/backend.hpp"
 
+#include "weights/canonical.hpp"
 #include "weights/features.hpp"
 #include "weights/panel.hpp"
 
@@ -11,9 +12,11 @@ int64_t Bytes(const Tensor& tensor) {
 }
 
 int64_t Bytes(const CanonicalMatrix& matrix) {
-  return Bytes(matrix.codes) + Bytes(matrix.block_scale) + Bytes(matrix.zero_point) +
-         Bytes(matrix.super_scale) + Bytes(matrix.super_minimum) + Bytes(matrix.channel_scale) +
-         Bytes(matrix.bias) + Bytes(matrix.group_index) + Bytes(matrix.pre_quant_scale);
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : kCanonicalTensors) {
+    bytes += Bytes(matrix.*tensor);
+  }
+  return bytes;
 }
 
 }  // namespace

@@ -20,6 +20,8 @@ bool RowScalesMayBeNegative(const WeightFormat& format);
 /// or finite; group_index points at existing scale columns; biases are finite. kBadInput, with the field's
 /// name and the place. Codes are not read.
 Status ValidateCanonical(const CanonicalMatrix& matrix);
+/// The same for the matrices that an expert has; messages begin with "gate: ", "up: " or "down: ".
+Status ValidateCanonical(const CanonicalExpert& expert);
 
 /// Decodes rows of a canonical matrix into numbers, by the definition
 /// real = (code - zero) * block_scale * channel_scale * tensor_scale.

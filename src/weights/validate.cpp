@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "core/checked_math.hpp"
 #include "numerics/element_types.hpp"
@@ -234,6 +235,18 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
     for (int64_t row = 0; row < matrix.rows; ++row) {
       if (!std::isfinite(bias[row])) {
         return Status::BadInput(fmt::format("bias[{}] is {}; finite is required", row, bias[row]));
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+Status ValidateCanonical(const CanonicalExpert& expert) {
+  for (const auto& [name, matrix] :
+       {std::pair("gate", &expert.gate), std::pair("up", &expert.up), std::pair("down", &expert.down)}) {
+    if (!matrix->empty()) {
+      if (Status status = ValidateCanonical(*matrix); !status.ok()) {
+        return std::move(status).WithContext(name);
       }
     }
   }

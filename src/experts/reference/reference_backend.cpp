@@ -40,18 +40,6 @@ Plan MakePlan(const MoeProblem& problem, const Machine& /*machine*/) {
   return plan;
 }
 
-Status ValidateExpert(const CanonicalExpert& expert) {
-  for (const auto& [name, matrix] :
-       {std::pair("gate", &expert.gate), std::pair("up", &expert.up), std::pair("down", &expert.down)}) {
-    if (!matrix->empty()) {
-      if (Status status = ValidateCanonical(*matrix); !status.ok()) {
-        return std::move(status).WithContext(name);
-      }
-    }
-  }
-  return Status::Ok();
-}
-
 void BookWorkspace(const MoeProblem& problem, const Machine& /*machine*/, WorkspaceBook& book) {
   WorkspaceSlot block, mid, lists;
   ReferenceExperts::BookWorkspace(problem, book, &block, &mid, &lists);
@@ -93,7 +81,7 @@ Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& /*mach
       statuses[index] = loaded.status();
       return;
     }
-    statuses[index] = ValidateExpert(*loaded);
+    statuses[index] = ValidateCanonical(*loaded);
     prepared.canonical[index] = *std::move(loaded);
   });
   for (size_t expert = 0; expert < statuses.size(); ++expert) {

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
+#include "weights/canonical.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe::prepared {
@@ -15,11 +16,8 @@ namespace {
 
 using Matrix = CanonicalMatrix;
 
-constexpr std::pair<const char*, Tensor Matrix::*> kTensors[] = {
-    {"block_scale", &Matrix::block_scale},     {"zero_point", &Matrix::zero_point},
-    {"super_scale", &Matrix::super_scale},     {"super_minimum", &Matrix::super_minimum},
-    {"channel_scale", &Matrix::channel_scale}, {"bias", &Matrix::bias},
-    {"group_index", &Matrix::group_index},     {"pre_quant_scale", &Matrix::pre_quant_scale}};
+/// What stands beside the codes.
+constexpr std::span<const CanonicalTensor> kTensors = std::span(kCanonicalTensors).subspan(1);
 
 constexpr std::pair<const char*, std::optional<float> Matrix::*> kScalars[] = {
     {"tensor_scale", &Matrix::tensor_scale}, {"input_tensor_scale", &Matrix::input_tensor_scale}};
@@ -67,7 +65,7 @@ void AppendMatrix(const std::string& prefix, const CanonicalMatrix& matrix, std:
   out.push_back(AsStored(prefix + ".codes", matrix.codes));
   for (const auto& [name, member] : kTensors) {
     if (!(matrix.*member).empty()) {
-      out.push_back(AsStored(prefix + "." + name, matrix.*member));
+      out.push_back(AsStored(fmt::format("{}.{}", prefix, name), matrix.*member));
     }
   }
   for (const auto& [name, member] : kScalars) {
@@ -93,7 +91,7 @@ Result<CanonicalMatrix> TakeMatrix(const SafetensorsFile& file, const std::strin
   }
   FMOE_ASSIGN_OR_RETURN(matrix.codes, AsType(prefix + ".codes", *codes, format.element, Shape{rows, cols}));
   for (const auto& [name, member] : kTensors) {
-    if (const Tensor* tensor = file.Find(prefix + "." + name); tensor != nullptr) {
+    if (const Tensor* tensor = file.Find(fmt::format("{}.{}", prefix, name)); tensor != nullptr) {
       matrix.*member = *tensor;
     }
   }

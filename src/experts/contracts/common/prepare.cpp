@@ -58,14 +58,7 @@ Status CheckInputScales(const CanonicalExpert& expert, const Scheme& scheme) {
 }
 
 Status Validate(const CanonicalExpert& expert, const Scheme& scheme) {
-  for (const auto& [name, matrix] :
-       {std::pair("gate", &expert.gate), std::pair("up", &expert.up), std::pair("down", &expert.down)}) {
-    if (!matrix->empty()) {
-      if (Status status = ValidateCanonical(*matrix); !status.ok()) {
-        return std::move(status).WithContext(name);
-      }
-    }
-  }
+  FMOE_RETURN_IF_ERROR(ValidateCanonical(expert));
   return CheckInputScales(expert, scheme);
 }
 
