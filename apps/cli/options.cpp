@@ -14,13 +14,13 @@
 
 #include <fmt/format.h>
 
+#include <fusedmoe/executor.hpp>
 #include <fusedmoe/jobs/tune.hpp>
 #include <fusedmoe/machine.hpp>
 
 namespace fusedmoe::cli {
 namespace {
 
-constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxLayer = 1 << 20;
 constexpr const char* kThreadsVariable = "FUSEDMOE_THREADS";
 
@@ -166,7 +166,7 @@ CLI::Validator WholeNumber(int64_t low, int64_t high) {
 }  // namespace
 
 void AddThreads(CLI::App& app, int& threads) {
-  const CLI::Validator range = WholeNumber(0, kMaxThreads);
+  const CLI::Validator range = WholeNumber(0, ThreadPool::kMaxThreads);
   const CLI::Option* option =
       app.add_option(
              "--threads", threads,

@@ -20,6 +20,12 @@ struct EplbShape {
   int64_t num_nodes = 1;
   int64_t num_ranks = 1;
 };
+/// When experts are placed anew (ParallelConfig::enable_eplb).
+struct EplbOptions {
+  int64_t window_steps = 1000;    ///< steps whose load counts
+  int64_t interval_steps = 3000;  ///< between plans; the first comes after a quarter of it
+};
+
 /// What can be balanced: every size at least 1, num_physical >= num_experts, num_ranks divides num_physical,
 /// groups divide the experts. kUsage names the size and those that would do. Nodes that do not divide ranks
 /// or groups are no error: the policy then sees one node.

@@ -72,7 +72,9 @@ void ParallelFor(const Executor& executor, int64_t count, F&& f) {
 /// destruction leaves the copy of its memory to the end of the process.
 class ThreadPool {
  public:
-  /// `num_threads` counts the calling thread; 0 takes one per core that this process may use.
+  static constexpr int kMaxThreads = 1024;
+  /// `num_threads`, up to kMaxThreads, counts the calling thread; 0 takes one per core that this process may
+  /// use.
   static Result<std::unique_ptr<ThreadPool>> Create(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;

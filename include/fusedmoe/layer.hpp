@@ -9,18 +9,13 @@
 #include <fusedmoe/communicator.hpp>
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/cpu_costs.hpp>
+#include <fusedmoe/eplb.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/plan.hpp>
 #include <fusedmoe/tensor.hpp>
 #include <fusedmoe/workspace.hpp>
 
 namespace fusedmoe {
-
-/// When experts are placed anew (parallel.enable_eplb).
-struct EplbOptions {
-  int64_t window_steps = 1000;    ///< steps whose load counts
-  int64_t interval_steps = 3000;  ///< between plans; the first comes after a quarter of it
-};
 
 /// What the end of a step did to the placement of experts. Equal on all ranks, but for what was received.
 struct EplbStep {

@@ -6,6 +6,9 @@
 
 namespace fusedmoe {
 
+/// A huge page of the processors and systems that are known here.
+inline constexpr int64_t kHugePage = int64_t{2} << 20;
+
 /// Memory for `bytes` bytes (at least 0), 64-byte aligned, uninitialized; null when it cannot be had. From 64
 /// KiB on it is taken from the system and given back to it when released: whoever streams experts through
 /// memory needs that of a few. In the heap, large aligned blocks leave holes that the next ones do not fit

@@ -7,12 +7,12 @@
 #include <limits>
 
 #include "core/checked_math.hpp"
+#include "core/memory.hpp"
 
 namespace fusedmoe {
 namespace {
 
 constexpr int64_t kSlotAlignment = 64;
-constexpr int64_t kHugePage = int64_t{2} << 20;
 
 }  // namespace
 

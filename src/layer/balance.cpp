@@ -196,10 +196,7 @@ Result<std::unique_ptr<LayerBalance>> MakeBalance(const MoeConfig& whole, const 
     nodes.insert(options.communicator->node_of(rank));
   }
   shape.num_nodes = static_cast<int64_t>(nodes.size());
-  EplbState::Options times;
-  times.window_steps = options.eplb.window_steps;
-  times.interval_steps = options.eplb.interval_steps;
-  FMOE_ASSIGN_OR_RETURN(EplbState state, EplbState::Create(shape, 1, times));
+  FMOE_ASSIGN_OR_RETURN(EplbState state, EplbState::Create(shape, 1, options.eplb));
   auto balance = std::make_unique<LayerBalance>(std::move(state));
   balance->whole = whole;
   balance->options = options;

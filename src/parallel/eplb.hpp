@@ -34,14 +34,8 @@ Replication ReplicateExperts(std::span<const double> load, int64_t num_replicas)
 /// Not thread-safe: one caller a step. Every rank that records the same (summed) loads makes the same plan.
 class EplbState {
  public:
-  struct Options {
-    int64_t window_steps = 1000;
-    int64_t interval_steps = 3000;  ///< the first plan comes after a quarter of it
-  };
-  static Result<EplbState> Create(const EplbShape& shape, int64_t num_layers, const Options& options);
-  static Result<EplbState> Create(const EplbShape& shape, int64_t num_layers) {
-    return Create(shape, num_layers, Options());
-  }
+  static Result<EplbState> Create(const EplbShape& shape, int64_t num_layers,
+                                  const EplbOptions& options = EplbOptions());
 
   const EplbShape& shape() const { return shape_; }
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
@@ -60,7 +54,7 @@ class EplbState {
 
  private:
   EplbShape shape_;
-  Options options_;
+  EplbOptions options_;
   std::vector<EplbMaps> layers_;
   // [window_steps, num_layers, num_experts], by logical expert: maps may change within.
   std::vector<int64_t> window_;

@@ -86,7 +86,7 @@ std::vector<double> PhysicalLoad(const EplbMaps& maps, std::span<const double> l
   return load;
 }
 
-Result<EplbState> EplbState::Create(const EplbShape& shape, int64_t num_layers, const Options& options) {
+Result<EplbState> EplbState::Create(const EplbShape& shape, int64_t num_layers, const EplbOptions& options) {
   FMOE_RETURN_IF_ERROR(CheckEplbShape(shape));
   const auto window = CheckedMultiply(options.window_steps, shape.num_experts);
   const auto total = window && num_layers > 0 ? CheckedMultiply(*window, num_layers) : std::nullopt;

@@ -217,7 +217,6 @@ struct ThreadPool::Impl {
 };
 
 Result<std::unique_ptr<ThreadPool>> ThreadPool::Create(int num_threads) {
-  constexpr int kMaxThreads = 1024;
   if (num_threads < 0 || num_threads > kMaxThreads) {
     return Status::Usage("threads=" + std::to_string(num_threads) + " is outside 0.." +
                          std::to_string(kMaxThreads))

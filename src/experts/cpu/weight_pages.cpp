@@ -10,11 +10,10 @@
 #include <utility>
 
 #include "core/checked_math.hpp"
+#include "core/memory.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
-
-constexpr int64_t kHugePage = int64_t{2} << 20;
 
 /// Spreads pages that nobody has touched over memory nodes, one after the other. Every thread reads its
 /// columns of every expert, so that no node is a better home for an expert than another, and all nodes

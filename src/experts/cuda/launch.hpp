@@ -24,10 +24,13 @@ FMOE_HOST_DEVICE constexpr int64_t ScaleGroups(int64_t cols) {
   return (cols + 127) / 128;
 }
 
+/// The most shared memory of a block on sm_90, opted in: 227 KiB. Kernels of prefill take all of it.
+inline constexpr int kMostSharedBytes = 232448;
+
 /// The device as plans see it.
 struct DeviceLimits {
   int num_sms = 132;
-  int64_t shared_memory_per_block = 232448;  ///< opt-in maximum: 227 KiB on sm_90
+  int64_t shared_memory_per_block = kMostSharedBytes;  ///< opt-in maximum
   bool operator==(const DeviceLimits&) const = default;
 };
 

@@ -2,15 +2,23 @@
 
 #include <algorithm>
 
+#include "prepare_finalize/all_to_all/operations.hpp"
+
 namespace fusedmoe::bench {
+namespace {
+
+/// Whether tokens travel by it; on cards also their ids and weights.
+bool CarriesTokens(std::string_view operation) {
+  return operation == kDispatchRows || operation == kDispatchIds || operation == kDispatchWeights;
+}
+
+}  // namespace
 
 void CountingCommunicator::Count(const RowExchange& exchange) {
   const std::string_view operation = exchange.operation;
-  const bool dispatch = operation.starts_with("dispatch") && operation != "dispatch header" &&
-                        operation != "dispatch agreement";  // rows; on cards also ids and weights
-  double& part = dispatch                                                    ? sent_.dispatch
-                 : operation == "combine rows" || operation == "output rows" ? sent_.combine
-                                                                             : sent_.control;
+  double& part = CarriesTokens(operation)                                ? sent_.dispatch
+                 : operation == kCombineRows || operation == kOutputRows ? sent_.combine
+                                                                         : sent_.control;
   for (int64_t peer = 0; peer < size(); ++peer) {
     if (peer != rank()) {
       const auto bytes =
@@ -19,14 +27,14 @@ void CountingCommunicator::Count(const RowExchange& exchange) {
       (node_of(peer) == node_of(rank()) ? sent_.local : sent_.remote) += bytes;
     }
   }
-  if (operation == "combine rows") {
+  if (operation == kCombineRows) {
     combine_row_bytes_ = exchange.row_bytes;
   }
 }
 
 Status CountingCommunicator::Start(const RowExchange& exchange) {
   Count(exchange);
-  if (exchange.operation == "dispatch rows") {
+  if (exchange.operation == kDispatchRows) {
     dispatch_row_bytes_ = exchange.row_bytes;
   }
   return inner_->Start(exchange);
@@ -41,7 +49,7 @@ Status CountingCommunicator::Enqueue(std::span<const RowExchange> exchanges, voi
   for (const RowExchange& exchange : exchanges) {
     Count(exchange);
     kept.emplace_back(exchange);
-    dispatched += exchange.operation.starts_with("dispatch") ? exchange.row_bytes : 0;
+    dispatched += CarriesTokens(exchange.operation) ? exchange.row_bytes : 0;
   }
   dispatch_row_bytes_ = dispatched > 0 ? dispatched : dispatch_row_bytes_;
   return inner_->Enqueue(exchanges, stream);

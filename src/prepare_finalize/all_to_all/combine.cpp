@@ -5,6 +5,7 @@
 
 #include "moe/rows.hpp"
 #include "numerics/rows.hpp"
+#include "prepare_finalize/all_to_all/operations.hpp"
 #include "prepare_finalize/all_to_all/rank_exchange.hpp"
 
 namespace fusedmoe {
@@ -132,8 +133,8 @@ Status AllToAllPrepareFinalize::AgreeToCombine(const Status& own, const RankCoun
                                                const Workspace& workspace) const {
   RankCounts announced = Counts(kOutputCounts, workspace);
   RowAgreement agreement;
-  agreement.header_operation = "combine header";
-  agreement.verdict_operation = "combine agreement";
+  agreement.header_operation = kCombineHeader;
+  agreement.verdict_operation = kCombineAgreement;
   agreement.fingerprint = parts_.fingerprint;
   agreement.epoch = parts_.epoch;
   agreement.row_bytes = parts_.config.hidden * static_cast<int64_t>(sizeof(float));
@@ -152,7 +153,7 @@ Status AllToAllPrepareFinalize::FinalizeStart(const FinalizeInput& input, const 
   ExpectResults(state, workspace.Get<int32_t>(ids_), back, workspace.Get<int32_t>(table_));
   FMOE_RETURN_IF_ERROR(AgreeToCombine(Status::Ok(), back, workspace));
   RowExchange exchange;
-  exchange.operation = "combine rows";
+  exchange.operation = kCombineRows;
   exchange.row_bytes = parts_.config.hidden * static_cast<int64_t>(sizeof(float));
   exchange.send = workspace.Get<std::byte>(results_);
   exchange.receive = workspace.Get<std::byte>(returned_);
@@ -218,7 +219,7 @@ Status AllToAllPrepareFinalize::GatherOutputs(MutableTensorView output, const Wo
                 static_cast<size_t>(row_bytes));
   }
   RowExchange exchange;
-  exchange.operation = "output rows";
+  exchange.operation = kOutputRows;
   exchange.row_bytes = row_bytes;
   exchange.send = workspace.Get<std::byte>(results_);
   exchange.receive = staging;
@@ -250,8 +251,8 @@ Status AllToAllPrepareFinalize::Abandon(const Status& status, bool prepared,
     return AgreeToCombine(status, back, workspace);
   }
   RowAgreement agreement;
-  agreement.header_operation = "dispatch header";
-  agreement.verdict_operation = "dispatch agreement";
+  agreement.header_operation = kDispatchHeader;
+  agreement.verdict_operation = kDispatchAgreement;
   agreement.tokens = -1;
   return AgreeOnRows(*parts_.communicator, agreement, status, Agreement(workspace), {});
 }

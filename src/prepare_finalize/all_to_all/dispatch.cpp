@@ -6,6 +6,7 @@
 #include "moe/rows.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
+#include "prepare_finalize/all_to_all/operations.hpp"
 #include "prepare_finalize/all_to_all/rank_exchange.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -187,8 +188,8 @@ Status AllToAllPrepareFinalize::AgreeToDispatch(const PrepareInput& input, const
   const int64_t per_token = batched() ? std::min(top_k(), parts_.config.num_local_experts) : 1;
   std::fill(limits.receive.begin(), limits.receive.end(), max_share_ * per_token);
   RowAgreement agreement;
-  agreement.header_operation = "dispatch header";
-  agreement.verdict_operation = "dispatch agreement";
+  agreement.header_operation = kDispatchHeader;
+  agreement.verdict_operation = kDispatchAgreement;
   agreement.fingerprint =
       parts_.fingerprint * 31 + static_cast<uint64_t>(RowType(input)) * 2 + (quantize ? 1 : 0);
   if (tokens_.shares_tokens) {  // outputs travel as they are
@@ -258,7 +259,7 @@ Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput
     state.received += counts.receive[rank];
   }
   RowExchange exchange;
-  exchange.operation = "dispatch rows";
+  exchange.operation = kDispatchRows;
   exchange.row_bytes = record.bytes;
   exchange.send = send;
   exchange.receive = workspace.Get<std::byte>(receive_);

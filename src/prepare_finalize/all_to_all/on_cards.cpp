@@ -10,6 +10,7 @@
 #include "moe/cuda/row_ops.hpp"
 #include "parallel/agreement.hpp"
 #include "parallel/card_gather.hpp"
+#include "prepare_finalize/all_to_all/operations.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -82,9 +83,9 @@ class GatherOnCards final : public PrepareFinalize {
     }
     const int64_t slot_bytes = parts_.config.top_k() * kWordBytes;
     const RowExchange gather[] = {
-        Exchange("dispatch rows", input.hidden.row_bytes(), input.hidden.data(), rows),
-        Exchange("dispatch ids", slot_bytes, input.topk_ids, ids),
-        Exchange("dispatch weights", slot_bytes, input.topk_weights, weights)};
+        Exchange(kDispatchRows, input.hidden.row_bytes(), input.hidden.data(), rows),
+        Exchange(kDispatchIds, slot_bytes, input.topk_ids, ids),
+        Exchange(kDispatchWeights, slot_bytes, input.topk_weights, weights)};
     const Status sent = parts_.communicator->Enqueue(gather, executor.stream);
     return sent.ok() ? sent : Close(sent);
   }
@@ -100,8 +101,8 @@ class GatherOnCards final : public PrepareFinalize {
       return Close(status);
     }
     RowAgreement agreement;
-    agreement.header_operation = "dispatch header";
-    agreement.verdict_operation = "dispatch agreement";
+    agreement.header_operation = kDispatchHeader;
+    agreement.verdict_operation = kDispatchAgreement;
     agreement.tokens = -1;
     return AgreeOnRows(*parts_.communicator, agreement, status, host_->agreement.memory(), {});
   }
@@ -153,7 +154,7 @@ class GatherOnCards final : public PrepareFinalize {
         host_->counts.receive_at[peer] = static_cast<int64_t>(peer) * count;
       }
     }
-    const RowExchange combine = Exchange("combine rows", row_bytes, partial, received);
+    const RowExchange combine = Exchange(kCombineRows, row_bytes, partial, received);
     FMOE_RETURN_IF_ERROR(parts_.communicator->Enqueue({&combine, 1}, executor.stream));
     cuda::RankRows sums;
     sums.own = partial + begin * parts_.config.hidden;
@@ -189,8 +190,8 @@ class GatherOnCards final : public PrepareFinalize {
     std::fill(host.counts.send.begin(), host.counts.send.end(), Share());
     std::fill(host.limits.begin(), host.limits.end(), max_share_);
     RowAgreement agreement;
-    agreement.header_operation = "dispatch header";
-    agreement.verdict_operation = "dispatch agreement";
+    agreement.header_operation = kDispatchHeader;
+    agreement.verdict_operation = kDispatchAgreement;
     agreement.fingerprint = parts_.fingerprint * 31 + static_cast<uint64_t>(input.hidden.dtype());
     if (tokens_.shares_tokens) {  // outputs travel as they are
       agreement.fingerprint = agreement.fingerprint * 31 + static_cast<uint64_t>(input.output);
@@ -223,7 +224,7 @@ class GatherOnCards final : public PrepareFinalize {
         counts.receive[rank] = tokens_.ShareBegin(host_->num_tokens, peer + 1) - counts.receive_at[rank];
       }
     }
-    const RowExchange gather = Exchange("output rows", output.row_bytes(), output.data(), output.data());
+    const RowExchange gather = Exchange(kOutputRows, output.row_bytes(), output.data(), output.data());
     return parts_.communicator->Enqueue({&gather, 1}, stream);
   }
 

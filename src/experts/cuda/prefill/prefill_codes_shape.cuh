@@ -2,6 +2,7 @@
 
 #include "experts/cuda/device/fragments.cuh"
 #include "experts/cuda/device/ptx.cuh"
+#include "experts/cuda/launch.hpp"
 #include "experts/cuda/prefill/prefill_tiles_sm90.cuh"
 
 /// The sizes of the grouped GEMM of 8-bit codes, by tile, and its shared memory: prefill_codes_sm90.cuh.
@@ -34,7 +35,7 @@ struct CodesShape {
   static constexpr int kBytes = kStages * (kStageBytes + kScaleBytes) +
                                 static_cast<int>(sizeof(CodesEndShared)) + 2 * kStages * 8 +
                                 Tiles::kTableBytes;
-  static_assert(kBytes <= 232448, "shared memory of a CTA of sm_90");
+  static_assert(kBytes <= kMostSharedBytes, "shared memory of a CTA of sm_90");
 };
 
 /// The shared memory of a CTA: stages (weights, then tokens), their scales, what the end needs, a barrier for

@@ -97,10 +97,9 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
     plan.why_not = fmt::format("top_k = {}; at most {} is supported", shape.top_k, kMaxTopK);
     return plan;
   }
-  constexpr int64_t kSharedBytes = 232448;
-  if (limits.shared_memory_per_block < kSharedBytes) {
+  if (limits.shared_memory_per_block < kMostSharedBytes) {
     plan.why_not = fmt::format("{} bytes of shared memory a block; {} are required",
-                               limits.shared_memory_per_block, kSharedBytes);
+                               limits.shared_memory_per_block, kMostSharedBytes);
     return plan;
   }
   const int64_t experts = std::max<int64_t>(1, shape.batched ? shape.num_local_experts : shape.num_experts);

@@ -41,13 +41,12 @@ struct PrefillShape {
   static constexpr int kStageBytes = kTileTokens * 128;
   static constexpr int kEpilogueBytes = 32768;
   using Tiles = PrefillTiles<kTileTokens, kPairs, true>;
-  static constexpr int kSharedBytes = 232448;
   static constexpr int kSlots =
-      (kSharedBytes - Tiles::kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes) / kSlotBytes;
+      (kMostSharedBytes - Tiles::kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes) / kSlotBytes;
   static_assert(kSlots >= 2, "weights must be able to arrive while others multiply");
   static constexpr int kBytes = kStages * kStageBytes + kEpilogueBytes + kSlots * kSlotBytes +
                                 (2 * kStages + 2 * kSlots) * 8 + Tiles::kTableBytes;
-  static_assert(kBytes <= kSharedBytes, "shared memory of a CTA of sm_90");
+  static_assert(kBytes <= kMostSharedBytes, "shared memory of a CTA of sm_90");
   /// Slabs that share a token stage: small tiles put several into one. Never more than a weight slot has, so
   /// that the place of a slab in its stage is known when the loop over a slot is unrolled: counted at run
   /// time instead, 16-token tiles issue 29 % more instructions.
