@@ -83,7 +83,7 @@ class BasicTensorView {
 
   /// The sub-tensor at `index` of the first axis (rank >= 2).
   BasicTensorView operator[](int64_t index) const;
-  /// Rows [begin, begin + count) of the first axis (rank >= 2).
+  /// Rows [begin, begin + row_count) of the first axis (rank >= 2).
   BasicTensorView Rows(int64_t begin, int64_t row_count) const;
 
   /// The elements as T; T must be as wide as the dtype. No check of the kind (bf16 reads as uint16_t).

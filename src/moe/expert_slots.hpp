@@ -17,7 +17,8 @@ struct ExpertSlots {
   int64_t num_local_experts = 0;
 };
 
-/// Local expert of an id; -1 where it is skipped or lives elsewhere. Ids must have passed CheckIds.
+/// Local expert of a slot's id; -1 where it is skipped or lives elsewhere. Ids must lie in [-1, num_experts),
+/// without a map in [-1, num_local_experts); SortSlotsByExpert checks that.
 inline int32_t LocalExpert(const ExpertSlots& problem, int64_t slot) {
   const int32_t id = problem.topk_ids[slot];
   return id < 0 || problem.expert_map == nullptr ? id : problem.expert_map[id];

@@ -96,9 +96,8 @@ struct ActivationRows {
 };
 
 /// Where QuantizeInput writes. Codes have the shape of the values and the element type of the format; linear
-/// scales
-/// [..., rows, ScalesPerRow]; swizzled scales (one-byte scales only) are a dense buffer of BlockScaleBytes an
-/// expert.
+/// scales are [..., rows, ScalesPerRow]; swizzled scales (one-byte scales only) are a dense buffer of
+/// BlockScaleBytes an expert.
 struct QuantizedRows {
   MutableTensorView codes;
   MutableTensorView scales;  ///< empty per tensor

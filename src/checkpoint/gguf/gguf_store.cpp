@@ -29,10 +29,10 @@ Result<std::string> PartOf(const std::string& first, int64_t index, int64_t coun
          fmt::format("-{:05}-of-{:05}.gguf", index + 1, count);
 }
 
-// Of "blk.3.ffn_down_exps.weight" and, in old files, "blk.3.ffn_down.7.weight" "blk.3_exps.weight": what the
-// matrices of a layer's routed, or shared, experts have in common. Empty for other tensors, such as the gate
-// of shared experts (ffn_gate_inp_shexp) and Arctic's norm (ffn_norm_exps), which are floats beside matrices
-// of any type.
+// The name that the matrices of a layer's routed, or shared, experts have in common: "blk.3_exps.weight" for
+// "blk.3.ffn_down_exps.weight" and for the "blk.3.ffn_down.7.weight" of old files. Empty for other tensors,
+// such as the gate of shared experts (ffn_gate_inp_shexp) and Arctic's norm (ffn_norm_exps), which are floats
+// beside matrices of any type.
 std::string ExpertsOf(std::string_view name) {
   for (const std::string_view matrix : {".ffn_gate", ".ffn_up", ".ffn_down", ".ffn_gate_up"}) {
     for (const std::string_view experts : {"_exps.weight", "_shexp.weight"}) {

@@ -75,7 +75,6 @@ void QuantizeForProjection(const ActivationFormat& format, std::span<const int32
   }
 }
 
-// One scale over the rows of the whole batch, taken from their largest finite magnitude.
 // Row `index` of plain or quantized rows, as floats. BatchedExperts rows count through all experts.
 void LoadRow(const ExpertRows& rows, const ActivationFormat& format, int64_t index, int64_t width,
              float* out) {

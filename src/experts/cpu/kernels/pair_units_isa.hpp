@@ -119,8 +119,9 @@ struct Bf16Unit : PairUnit {
   }
 };
 
-/// vfmadd231ph: sums in f16, two a lane (even and odd k), which must not exceed 65504 (kF16Largest). `Finish`
-/// adds the two chains and the two of a lane in f16, then leaves for fp32.
+/// vfmadd231ph: sums in f16, two a lane (even and odd k), which must not exceed 65504 (kF16LargestExponent of
+/// pack_pairs_isa.hpp sees to it). `Finish` adds the two chains and the two of a lane in f16, then leaves for
+/// fp32.
 struct F16Unit : PairUnit {
   using Sums = Ints;
   FMOE_INLINE Sums Start() { return IntZero(); }

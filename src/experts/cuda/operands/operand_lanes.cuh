@@ -10,9 +10,9 @@
 ///
 /// Decode, whose rows are few, gives a lane 8 (decode_rows_sm90.cuh): N of the functions.
 ///
-/// Four lanes make a slab of 64 k. In a panel (panel.cuh) piece c of a slab holds the pairs k = 16 q + 2 c +
-/// {0, 1} of its four lanes q, so that a transposition among four lanes turns natural order into whole
-/// 16-byte pieces.
+/// Four lanes make a slab of 64 k. In a panel (prefill_gemm_sm90.cuh) piece c of a slab holds the pairs k =
+/// 16 q + 2 c + {0, 1} of its four lanes q, so that a transposition among four lanes turns natural order into
+/// whole 16-byte pieces.
 namespace fusedmoe::cuda {
 
 inline constexpr int kLaneValues = 16;
