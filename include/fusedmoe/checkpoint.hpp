@@ -20,8 +20,8 @@ namespace checkpoint {
 struct Access;
 }
 
-/// Tensors are copies of what the files hold: by reads (kPread, and kAuto so far), or out of a private
-/// mapping.
+/// How the bytes of a file become those of a tensor, a copy in any case: kPread reads, kMmap copies out of a
+/// private mapping; kAuto is kPread today.
 enum class IoMode : uint8_t { kAuto, kMmap, kPread };
 
 struct CheckpointOptions {
@@ -30,9 +30,9 @@ struct CheckpointOptions {
   /// experts), with ",interleaved" or ",chunked".
   std::string expert_layout;
   bool allow_partial = false;  ///< tolerate tensors that the index names and no shard holds
-  /// What no checkpoint format stores is decoded, for those who write weights anew: GGUF types (all integers
-  /// but Q4_0 and Q8_0) to F32, affine matrices of MLX to the type of their scales. Else routed experts keep
-  /// their codes.
+  /// For jobs that write weights: decodes what safetensors formats cannot store. GGUF's integers except Q4_0
+  /// and Q8_0 become F32, affine matrices of MLX the dtype of their scales. False: routed experts keep their
+  /// codes.
   bool decode_blocks = false;
 };
 
@@ -104,8 +104,8 @@ class Checkpoint {
   /// or its TensorInfo has a `problem`.
   Result<Tensor> Load(std::string_view tensor) const;
 
-  /// Of a layer of moe_layers(), as the next four. Errors: kUsage for one that the model does not have,
-  /// kBadInput, with file and tensor, where what belongs to it is missing or malformed.
+  /// This and the next four take a layer of moe_layers(). Errors: kUsage for one that the model does not
+  /// have, kBadInput, with file and tensor, where what belongs to it is missing or malformed.
   Result<LayerDescription> Describe(int64_t layer) const;
   /// Empty where the caller routes (RoutingMethod::kCustom).
   Result<RouterWeights> LoadRouter(int64_t layer) const;

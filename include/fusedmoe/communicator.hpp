@@ -35,8 +35,8 @@ struct RowExchange {
 /// the buffers of the call that failed, so they must stay where they are until Abort or the end of the
 /// process.
 ///
-/// One call at a time; not for use from several threads. Layers on several ranks share it, and with it a turn
-/// (TakeTurn): of forwards that run at the same time all but one are refused.
+/// Not thread-safe: one call at a time. Layers that share it take turns (TakeTurn): a second forward at the
+/// same time is refused.
 ///
 /// A communicator of cards (NcclCommunicator) does all of this through the host communicator that it was made
 /// from, and has Enqueue and Finish beside it.

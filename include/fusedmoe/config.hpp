@@ -73,12 +73,12 @@ constexpr bool IsGated(ActivationKind kind) {
 }
 
 /// The ungated member of the same family: silu -> silu_no_mul; itself when ungated; nothing where there is
-/// none.
+/// none. For engines that mirror vLLM's configuration (docs/upstream_map.md).
 std::optional<ActivationKind> WithoutMul(ActivationKind kind);
 
 /// The non-linearity between the two GEMMs with its parameters. Everything in fp32, one rounding at most,
-/// when the result is requantized. The parameters given here are those of activations that have none:
-/// CanonicalActivation has each kind's own.
+/// when the result is requantized. The defaults suit kinds without parameters; CanonicalActivation(kind) sets
+/// each kind's own.
 struct ActivationSpec {
   ActivationKind kind = ActivationKind::kSilu;
   float alpha = 1.0F;  ///< kSwigluOai; kSitu, above zero
@@ -135,7 +135,9 @@ struct SharedExpertConfig {
   bool operator==(const SharedExpertConfig&) const = default;
 };
 
-/// The sizes and rules of one layer of experts, as one rank sees it.
+/// The sizes and rules of one layer of experts, as the rank of `parallel` sees it: num_local_experts,
+/// intermediate, shared.intermediate and max_tokens are those of the rank, the other sizes those of the whole
+/// layer. The whole layer has one rank (the defaults of `parallel`) and num_local_experts = num_experts.
 struct MoeConfig {
   int64_t num_experts = 0;           ///< E, global
   int64_t num_local_experts = 0;     ///< on this rank
@@ -164,8 +166,8 @@ struct MoeConfig {
 MoeConfig RoutedConfig(const MoeConfig& layer);
 
 /// Checks sizes against each other and against what the library can index; errors (kBadInput) name the field,
-/// its value and the values that would do. A method kCustom may still be without its callback. A swigluoai or
-/// swiglustep whose parameters make it silu(g) * u is refused: nobody has set them.
+/// its value and the values that would do. A method kCustom may still be without its callback. swigluoai and
+/// swiglustep with the default parameters would be silu(g) * u: refused, since the caller forgot to set them.
 Status Validate(const MoeConfig& config);
 
 }  // namespace fusedmoe

@@ -63,13 +63,13 @@ void ParallelFor(const Executor& executor, int64_t count, F&& f) {
   }
 }
 
-/// Our own threads. They watch memory for some microseconds after a call, and in a row of calls less than a
-/// millisecond apart look on whenever nobody else wants their core, before they sleep: neither the phases of
-/// one forward nor the layers of a model wait for a system call. With more threads than cores they sleep at
-/// once. Several callers may share a pool; their calls take turns. Threads keep off the processor that their
-/// caller ran on when it last woke them. A task must not use the pool that runs it. In a process that was
-/// forked from the one that made it, a pool has no threads: calls run in the calling thread, and its
-/// destruction leaves the copy of its memory to the end of the process.
+/// Our own threads. After a call they spin for microseconds; if calls come within a millisecond of each
+/// other, they go on polling and yield their core in between; then they sleep. So neither the phases of one
+/// forward nor the layers of a model wait for a system call. With more threads than cores they sleep at once.
+/// Several callers may share a pool; their calls take turns. Threads keep off the processor that their caller
+/// ran on when it last woke them. A task must not use the pool that runs it. In a process that was forked
+/// from the one that made it, a pool has no threads: calls run in the calling thread, and its destruction
+/// leaves the copy of its memory to the end of the process.
 class ThreadPool {
  public:
   static constexpr int kMaxThreads = 1024;

@@ -98,8 +98,8 @@ typedef enum fmoe_dtype {
 
 /* A window on the caller's memory. `shape` counts elements, also where several share a byte; along the last
  * axis they are contiguous. `stride_bytes` of all axes but the last; all 0: dense, row-major, each row of the
- * last axis on a whole byte. A null `data` means that there is no such tensor, but where it has two axes and
- * no rows ([0, 2048]): it may be null there. */
+ * last axis on a whole byte. Null `data`: the tensor is absent, except for a 2-D one without rows ([0,
+ * 2048]), whose `data` may be null. */
 typedef struct fmoe_tensor {
   void* data;
   fmoe_dtype dtype;
@@ -303,8 +303,8 @@ typedef struct fmoe_expert {
 } fmoe_expert;
 
 /* Experts that the caller holds. `load` fills in expert e and returns 0; it is called from the threads of
- * options.executor, several at once, and more than once for an expert. Whatever it points at stays where it
- * is until `unload` is called for it, once for each load, from any thread, possibly not before the layer is
+ * options.executor, several at once, and more than once for an expert. Whatever it points at must stay valid
+ * until `unload` is called for it: once for each load, from any thread, perhaps only when the layer is
  * released. */
 typedef struct fmoe_expert_source {
   void* self;

@@ -69,7 +69,7 @@ struct LayerOptions {
   ParallelConfig parallel;
   std::shared_ptr<Communicator> communicator;
   EplbOptions eplb;
-  /// Of anything else that must be equal on all ranks; they compare it when they load.
+  /// A number of the caller's for whatever else must be equal on all ranks; compared at load.
   uint64_t fingerprint = 0;
 };
 
@@ -89,8 +89,8 @@ class MoeLayer {
   /// The same from weights that an engine already holds in canonical form. `config` describes the whole
   /// layer; on several ranks `experts` are those of this rank (its slices, with tensor parallelism, where the
   /// bias of the down projection is whole and counts once), `shared` and `latent` (where config.latent > 0)
-  /// are whole. `shared` is there exactly where config.shared.intermediate > 0, but for layers without
-  /// options.shared_experts.
+  /// are whole. Give `shared` if and only if config.shared.intermediate > 0; without options.shared_experts
+  /// it is ignored.
   static Result<std::unique_ptr<MoeLayer>> Create(const MoeConfig& config, const ExpertSource& experts,
                                                   const RouterWeights& router,
                                                   const LayerOptions& options = {},
@@ -137,16 +137,16 @@ class MoeLayer {
     MutableTensorView topk_weights;  ///< F32 [M, k]
   };
 
-  /// Runs the layer. The same bits for any number of threads of the executor. Errors: kUsage when shapes or
-  /// dtypes do not fit the layer, with both values, when ids are out of range, when the workspace is too
-  /// small or lies elsewhere, or while another forward uses the communicator; kBadInput when a routing
-  /// callback, a hash table or a token id names what does not exist; kSystem when a card or a rank fails. On
-  /// several ranks what one of them reports, all report, but for the errors of a workspace and of a
-  /// communicator in use.
+  /// Runs the layer. The same bits for any number of threads of the executor. M may be 0, with views of null
+  /// data: of several ranks one without tokens must call it too, since the others wait for its part. Errors:
+  /// kUsage when shapes or dtypes do not fit the layer, with both values, when ids are out of range, when the
+  /// workspace is too small or lies elsewhere, or while another forward uses the communicator; kBadInput when
+  /// a routing callback, a hash table or a token id names what does not exist; kSystem when a card or a rank
+  /// fails. All ranks return the same error, except for an unfit workspace or a busy communicator.
   ///
   /// On a card all views are addresses of the card, and Forward only launches kernels in the order of
-  /// executor.stream: it neither allocates nor waits, and a CUDA graph can capture it. Ids and token ids out
-  /// of range, which nobody reads before they are used, skip their slot.
+  /// executor.stream: it neither allocates nor waits, and a CUDA graph can capture it. The host cannot check
+  /// ids there: an id or token id out of range skips its slot.
   Status Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
                  const Executor& executor = {}) const;
 

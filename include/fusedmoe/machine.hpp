@@ -51,8 +51,8 @@ struct Machine {
   /// Bit static_cast<int>(Isa) where its instructions exist and the system saves their state.
   uint32_t isa_mask = 0;
   int num_cores = 1;  ///< usable by this process
-  /// Numbers of the memory nodes beside the cores of this process, where it leaves open which of them gives
-  /// it memory; empty: not told, or the process has a policy of its own (numactl).
+  /// NUMA nodes that this process may use and that are local to its cores; empty: unknown, or the process has
+  /// a memory policy of its own (numactl).
   std::vector<int> memory_nodes;
   int64_t l1d_bytes = 32 << 10;
   int64_t l2_bytes = 1 << 20;  ///< per core

@@ -52,9 +52,9 @@ struct Platform {
   std::string name;   ///< "sm90", "cpu-amx", "host"
   std::string model;  ///< the device whose figures these are
   PlatformKind kind = PlatformKind::kCpu;
-  int capability = 0;  ///< NVIDIA: 90 is 9.0; AMD: 942 is gfx942
-  double memory_gbps = 0;
-  double f16_tflops = 0;  ///< BF16 and FP16
+  int capability = 0;      ///< NVIDIA: 90 is 9.0; AMD: 942 is gfx942
+  double memory_gbps = 0;  ///< 10^9 bytes a second
+  double f16_tflops = 0;   ///< BF16 and FP16
   double fp8_tflops = 0;
   double fp4_tflops = 0;
   double int8_tops = 0;
@@ -66,7 +66,7 @@ struct Platform {
   Machine machine;  ///< only where runs_this_build
 };
 
-/// Every described platform, then none for the host: that one is detected.
+/// Every described platform. The host is not among them: it is detected (FindPlatform("host")).
 std::span<const Platform> DescribedPlatforms();
 /// A described platform or "host". Errors: kUsage with the names that exist.
 Result<Platform> FindPlatform(std::string_view name);
@@ -93,7 +93,7 @@ struct ExplainRequest {
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   WeightTraits weights;
-  /// Of the projections around latent experts, where they are known; 0: two matrices of config.dtype.
+  /// Bytes of the projections around latent experts; 0: not known, taken as two matrices of config.dtype.
   int64_t latent_bytes = 0;
   std::string isa;                            ///< forced by name; empty: free
   std::string mode;                           ///< forced by name; empty: by token count
@@ -142,7 +142,8 @@ std::string_view NamedBackend(std::string_view backend);
 
 /// What the weights themselves decide of a request: zero points, activation order, smoothing factors, biases,
 /// types of scales, what integers were stored as, blocks that end inside a stripe. `experts` are those of the
-/// rank that the request is about; of none of them it stays as it is. Errors: those of loading one expert.
+/// rank that the request is about; if it has none, the request is unchanged. Errors: those of loading one
+/// expert.
 Status TakeWeights(const ExpertSource& experts, ExplainRequest& request);
 
 /// Asks the oracle. Errors: kUsage for unknown names (platform, backend, all2all) and bad switch values,

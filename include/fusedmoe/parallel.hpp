@@ -146,7 +146,7 @@ struct PlacementChoice {
 };
 /// round_robin needs more than one expert group, no redundant experts, no load balancing, and an all-to-all
 /// backend that translates ids (deepep_low_latency, nixl_ep) or none at all; otherwise linear, with the
-/// conditions missed.
+/// conditions missed. For engines that mirror vLLM's configuration (docs/upstream_map.md).
 PlacementChoice ChoosePlacement(PlacementStrategy requested, int64_t num_expert_groups,
                                 const ParallelConfig& config);
 
@@ -170,10 +170,12 @@ int64_t NumLocalExperts(int64_t num_experts, int64_t ep_size, int64_t ep_rank);
 
 /// The map with `num_fused_shared` shared experts appended; every rank has them, behind its own experts.
 ExpertMap WithSharedExperts(const Placement& placement, int64_t num_fused_shared);
-/// 1 for local experts and for fused shared ones, 0 elsewhere; one 0 more at the end: [E + shared + 1].
+/// 1 for local experts and for fused shared ones, 0 elsewhere; one 0 more at the end: [E + shared + 1]. For
+/// engines that mirror vLLM's configuration.
 std::vector<int32_t> ExpertMask(const Placement& placement, int64_t num_fused_shared);
 
 /// Ids as a kernel sees them that computes owner and local index by division, under round-robin placement.
+/// For engines that mirror vLLM's configuration.
 struct RoundRobinTables {
   std::vector<int64_t> global_to_physical;  ///< [E]
   std::vector<int64_t> physical_to_global;  ///< [E], the inverse

@@ -88,13 +88,12 @@ struct Plan {
   std::string prepare_finalize;  ///< the steps around the experts by name, "no_ep" on one rank
   std::string communicator;  ///< that joins the ranks, with the version of what moves rows; empty: one rank
   RecipeText recipe;         ///< how the layout of the weights is made of their canonical form
-  /// What kernels multiply activations in that no scheme quantizes: "BF16", "F32", or integers of 8, 15 or 22
-  /// bits with a scale for each 64 columns ("I15"); "..., BF16 on tiles" where a matrix unit takes some
+  /// How kernels hold activations that the scheme does not quantize: "BF16", "F32", or integers of 8, 15 or
+  /// 22 bits with a scale for each 64 columns ("I15"); "..., BF16 on tiles" where a matrix unit takes some
   /// experts. Empty: the codes of the scheme.
   std::string input_dtype;
-  /// What the values between the GEMMs are held in before they are requantized.
-  std::string intermediate_dtype;
-  std::string rows_dtype;   ///< and the rows of experts before those of a token are added up; empty: F32
+  std::string intermediate_dtype;  ///< of the values between the GEMMs before they are requantized
+  std::string rows_dtype;          ///< of expert output rows before a token's rows are summed; empty: F32
   std::string arithmetic;   ///< the unit of probe.hpp that bounds its GEMMs ("vnni_int8"); empty: not named
   int64_t tile_tokens = 0;  ///< tokens of an expert from which on a CPU's matrix unit multiplies it; 0: never
   std::string costs;        ///< where that number and `mode` come from; empty: from nothing measured

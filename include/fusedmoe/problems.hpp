@@ -9,6 +9,9 @@
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
 
+/// Layers described without their weights, and the parts that ranks have of them. All functions are
+/// thread-safe; ReadProblem reads a file, the others are pure.
+
 namespace fusedmoe {
 
 /// The experts layer of a published model, described without its weights. Sizes are those of the whole layer:
@@ -47,14 +50,13 @@ struct IntermediateRange {
   int64_t end = 0;
 };
 
-/// The share of a tensor-parallel rank: whole blocks of the scheme (halves of super-blocks), as even as they
-/// come, so that any intermediate size works; smaller units where there are fewer blocks than ranks.
-/// kUnsupported when even these do not go round.
+/// The share of a tensor-parallel rank: whole quantization blocks (halves of super-blocks), spread as evenly
+/// as they come, so that any intermediate size works; smaller units if there are fewer blocks than ranks.
+/// kUsage for a rank that does not exist, kUnsupported if the smallest units do not suffice.
 Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
                                             const Scheme& scheme);
 
-/// PerRank as a layer of this library is spread: any intermediate size goes round, in the shares of
-/// IntermediateShare.
+/// PerRank as a layer of this library is spread: any intermediate size can be split, by IntermediateShare.
 Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& parallel, const Scheme& scheme);
 
 }  // namespace fusedmoe

@@ -10,6 +10,8 @@
 #include <fusedmoe/dtype.hpp>
 #include <fusedmoe/status.hpp>
 
+/// Schemes and the formats that they are made of: plain values. All functions here are pure and thread-safe.
+
 namespace fusedmoe {
 
 /// Rows x columns of a matrix that share one scale; -1 means "all". For activations rows are tokens, for
@@ -41,14 +43,14 @@ struct WeightFormat {
   /// Of stored zero points: kU8, codes of the element, or kF32, any finite number (the minima of GGUF's
   /// types).
   DType zero_point_dtype = DType::kU8;
-  /// Columns of a super-block, in which F32 scales of a row are integers of a byte in one unit, and minima,
-  /// zero * scale, such integers in another (GGUF's K types: CanonicalMatrix::super_scale). 0: they are not.
+  /// Columns of a super-block (GGUF's K types): in a row of it each F32 scale is an 8-bit integer times one
+  /// unit, each minimum (zero * scale) such an integer times another (CanonicalMatrix::super_scale). 0: none.
   int64_t super_cols = 0;
-  /// Codes that are indices of numbers: of kU4, or of kU8 in code_bits. Layouts go to it from bytes
-  /// (StoredIntegers::codebook); a source of weights has the bytes.
+  /// Codes (kU4, or kU8 of code_bits) index this codebook. Set by layouts only, from what
+  /// StoredIntegers::codebook says; sources of weights deliver the decoded bytes.
   Codebook codebook = Codebook::kNone;
-  /// Codes of kU8 that fewer bits hold: 2, 3, 5 or 6; 0: all of them. Layouts go to them from wider codes
-  /// (StoredIntegers::bits), as they go to a codebook.
+  /// Bits that codes of kU8 take: 2, 3, 5 or 6; 0: all eight. Set by layouts too, from StoredIntegers::bits
+  /// and wider codes.
   int code_bits = 0;
   /// The code that means zero when no zero points are stored: the middle of all codes of integers, else 0.
   int implied_zero() const {
@@ -65,10 +67,9 @@ struct WeightFormat {
   bool operator==(const WeightFormat&) const = default;
 };
 
-/// What the integers of a matrix need, where the matrix has a wider format: that of a layer whose matrices
-/// were stored in several types (GGUF: Q4_K beside Q6_K), bytes in the shortest groups, with zero points
-/// where one type has minima; or bytes where the type has few values. A layout that has a format for each
-/// GEMM goes back to this, without loss (weights/narrow.hpp).
+/// How a matrix was stored before it was widened to the common format of its layer: bytes in the shortest
+/// groups, with zero points where one of the types has minima (GGUF: Q4_K beside Q6_K), or bytes for types of
+/// few values. A layout with a format for each GEMM can narrow it again without loss (weights/narrow.hpp).
 struct StoredIntegers {
   int bits = 0;       ///< 1 to 8: they fit around the middle of a code, or below zero points; 0: unknown
   int64_t group = 0;  ///< columns of a scale

@@ -93,9 +93,11 @@ struct QuantConfigArguments {
   bool is_scale_swizzled = true;
 };
 
-/// The quantization of one experts layer, as backends see it: descriptors of both activations and both
-/// weights (1: the fused gate_up GEMM, 2: down) and everything that follows from them. Immutable once made; a
-/// plain value.
+/// The quantization of one experts layer as vLLM's FusedMoEQuantConfig describes it: descriptors of both
+/// activations and both weights (1: the fused gate_up GEMM, 2: down) and everything that follows from them.
+/// For engines that mirror vLLM's configuration (docs/upstream_map.md); a MoeLayer takes a Scheme instead. A
+/// plain value, immutable once made: any number of threads may read it, and all functions of this header are
+/// pure and may be called from any thread.
 struct QuantConfig {
   QuantDesc a1, a2, w1, w2;
   bool is_scale_swizzled = true;

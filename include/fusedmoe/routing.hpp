@@ -10,6 +10,9 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
 
+/// The choice of experts. All functions are thread-safe: they hold no state, and Route writes only where it
+/// is told to (a custom callback must be callable from as many threads as Route is).
+
 /// Every routing method, once: enumerator, name, what is selected and how it is weighted (x = logits in
 /// fp32).
 #define FMOE_ROUTING_METHOD_TABLE(X)                                                                        \
@@ -57,8 +60,8 @@ enum class RoutingEra : uint8_t {
   kNewest,     ///< later: as kHead, with Sigmoid 8 and Unspecified 9
   kFlashInfer  ///< FlashInfer's own enumeration: as kNewest without the hundreds, Unspecified 10
 };
-/// The number of a method in that list; nothing where the list does not know it. Files of ours hold names
-/// only.
+/// The number of a method in that list, for engines that hold vLLM's numbers (docs/upstream_map.md); nothing
+/// where the list does not know it. Files of ours hold names only.
 std::optional<int> RoutingMethodValue(RoutingMethod method, RoutingEra era);
 std::optional<RoutingMethod> RoutingMethodOfValue(int value, RoutingEra era);
 
@@ -72,9 +75,9 @@ struct RouterDescription {
   bool has_correction_bias = false;
   float scaling_factor = 1.0F;  ///< looked at by kNewest only
 };
-/// The label that vLLM of that era gives the router. It decides which kernels may route by themselves; it
-/// ignores groups of routers without a bias, so kUnspecified and the softmax labels do not say that there are
-/// none.
+/// The label that vLLM of that era gives the router, for engines that mirror its configuration
+/// (docs/upstream_map.md). It decides which kernels may route by themselves. Without a correction bias it
+/// ignores expert groups: kUnspecified and the softmax labels do not mean that there are none.
 RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra era = RoutingEra::kHead);
 
 /// Fills [M, top_k] ids and weights of a whole batch, in any order. Called once a batch, from the calling

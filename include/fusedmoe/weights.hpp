@@ -24,9 +24,9 @@ struct CanonicalMatrix {
   Tensor codes;        ///< [rows, cols] of format.element
   Tensor block_scale;  ///< [row blocks, column blocks] of format.block_scale_dtype
   Tensor zero_point;   ///< of format.zero_point_dtype, shape of block_scale; empty: format.implied_zero()
-  /// Where format.super_cols or stored.super_cols is set, units of block scales and, beside zero points, of
-  /// minima: F16 [row blocks, super-blocks]. They say how scales came about; what weights mean is said
-  /// without them.
+  /// With format.super_cols or stored.super_cols: the unit of the scales of each super-block and, with zero
+  /// points, that of its minima, F16 [row blocks, super-blocks]. Only layouts that pack scales as integers
+  /// need them; the values are complete without.
   Tensor super_scale, super_minimum;
   StoredIntegers stored;  ///< as which type the same values were stored; bits 0: in this format, or not known
   Tensor channel_scale;   ///< F32 [rows]
@@ -51,7 +51,8 @@ struct CanonicalExpert {
 /// What plans ask of the weights of a layer besides their scheme; experts of a layer are alike.
 struct WeightTraits {
   bool has_zero_points = false;
-  /// Of the matrices of each GEMM, where all of them were stored alike (CanonicalMatrix::stored).
+  /// How all matrices of each GEMM were stored, where the layer's format is wider (CanonicalMatrix::stored);
+  /// bits 0: in the layer's format, in several ways, or not known.
   StoredIntegers gate_up_stored, down_stored;
   bool has_group_index = false;
   bool has_pre_quant_scale = false;  ///< factors that smooth the input of a projection
@@ -85,9 +86,9 @@ struct ExpertSource {
   /// What the weights are, as text: sources with equal texts load equal weights. Empty: not known, and
   /// nothing made from them is kept (LayerOptions::pack_cache).
   std::string identity = {};
-  /// Every expert has the tensors of the first one (zero points, activation order, smoothing factors, biases,
-  /// scales of a type), so that the first one speaks for all. MoeLayer::Create loads the experts of a source
-  /// that does not say so once more, to give each what some have and it lacks.
+  /// True: all experts have the optional tensors of expert 0 (zero points, activation order, smoothing
+  /// factors, biases) and its dtype of scales. False: MoeLayer::Create loads every expert once more, and adds
+  /// what some have and others lack.
   bool alike = false;
 };
 

@@ -38,7 +38,7 @@ struct LayerBalance {
   const std::vector<int32_t>& physical_to_logical() const { return state.maps(0).physical_to_logical; }
   ExpertPlacement Placement() const { return {physical_to_logical(), epoch, load}; }
   void ResetLoad();
-  /// Adds what was counted since the last step to the window; whether a plan is due.
+  /// Adds the counts of the last step to the window; true: a plan is due.
   Result<bool> RecordStep();
 };
 

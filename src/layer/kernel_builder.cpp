@@ -97,7 +97,7 @@ Status AnotherLayout(const PreparedWeights& weights, const Backend& backend) {
       .WithHint("prepare the checkpoint for this backend, or name the one that the file was prepared for");
 }
 
-// A backend that was named for weights in another's layout: said at once, before all its other refusals.
+// Whether the named backend can read these prepared weights; reported before any other refusal.
 Status CheckNamedLayout(const ExpertSource& source, const LayerOptions& options) {
   if (source.prepared == nullptr) {
     return Status::Ok();

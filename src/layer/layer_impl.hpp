@@ -12,8 +12,8 @@
 
 namespace fusedmoe {
 
-/// The turn of a forward on the ranks of its layer; on one rank nobody takes turns. Who has none must not say
-/// so to the other ranks: it would use the communicator beside the forward that has it.
+/// The turn of a forward on the ranks of its layer; a layer on one rank needs none. A forward without the
+/// turn must not tell the other ranks: it would use the communicator of the one that has it.
 class Turn {
  public:
   explicit Turn(Communicator* ranks) : ranks_(ranks), taken_(ranks == nullptr || ranks->TakeTurn()) {}

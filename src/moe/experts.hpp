@@ -13,8 +13,8 @@
 
 namespace fusedmoe {
 
-/// The entry of a plan's workspace that the rows between the GEMMs of REFERENCE lie in (ReferenceExperts),
-/// for those who have a layer and not its experts.
+/// Workspace entry of the rows between the GEMMs of REFERENCE (ReferenceExperts), for callers that have only
+/// the layer.
 inline constexpr std::string_view kReferenceMidEntry = "reference.mid";
 
 /// Activations as the prepare step hands them on: either plain rows, or codes with their scales.

@@ -6,9 +6,9 @@
 
 namespace fusedmoe {
 
-/// How a wait for other ranks goes on: `spins` polls without a break, then, up to `yields`, its core is given
-/// away between polls, then it sleeps. With more ranks than cores the rank that is waited for needs this
-/// one's core; 50 us of sleep are below what an exchange of oversubscribed ranks takes anyway.
+/// Back-off of a wait for other ranks: `spins` polls without a break, then polls that yield the core up to
+/// poll number `yields`, then polls with sleeps. With more ranks than cores the rank that is waited for needs
+/// this one's core; 50 us of sleep are below what an exchange of oversubscribed ranks takes anyway.
 struct Patience {
   int64_t spins = 64;
   int64_t yields = 4096;
@@ -18,7 +18,7 @@ struct Patience {
 /// for without end.
 Status CheckDeadline(double seconds);
 
-/// Between poll number `polls` and the next.
+/// Called between poll number `polls` and the next.
 void Pause(const Patience& patience, int64_t polls);
 
 }  // namespace fusedmoe

@@ -140,8 +140,8 @@ struct ThreadPool::Impl {
   /// locks may be held, and calls be open, for good.
   bool IsForked() const { return forks != g_forks.load(std::memory_order_relaxed); }
 
-  /// Before threads that rest are woken. The system may put one behind the caller, on a processor that is
-  /// busy, and part the two only milliseconds later (Linux, where the others are virtual and halted).
+  /// Called before threads that rest are woken. Linux may queue a woken thread on the caller's busy CPU,
+  /// where the others are virtual and halted, and move it only milliseconds later.
   void KeepOffCaller() {
     const int processor = sched_getcpu();
     if (processor < 0 || processor == kept_off) {

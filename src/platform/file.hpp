@@ -46,8 +46,8 @@ class InputFile {
   /// otherwise).
   Result<FileBytes> Read(int64_t offset, int64_t count) const;
   /// The bytes where they are mapped (kMap only, kUsage otherwise), without a copy: processes share the
-  /// pages, and the system may take them back. For files that are replaced and never changed: of one that
-  /// shrinks, a page beyond its end is a signal when it is touched.
+  /// pages, and the system may take them back. For files that are replaced and never changed: touching a page
+  /// beyond the end of a shrunken file raises SIGBUS.
   Result<FileBytes> View(int64_t offset, int64_t count) const;
   /// As Read, into memory of the caller.
   Status ReadInto(int64_t offset, std::span<std::byte> destination) const;

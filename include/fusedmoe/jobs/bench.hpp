@@ -45,7 +45,7 @@ struct BenchOptions {
   double seconds_per_row = 1;  ///< of timed calls, at least five samples
   uint64_t seed = 1;
   Executor executor;
-  /// Called with a line on what is being done; may be empty.
+  /// Called with a line on what is being done, by the thread that called RunBench; may be empty.
   std::function<void(std::string_view line)> progress;
 };
 

@@ -31,7 +31,7 @@ struct RankBenchOptions {
   ParallelConfig parallel;
   std::shared_ptr<Communicator> communicator;
   Executor executor;
-  /// Called with a line on what is being done; may be empty.
+  /// Called with a line on what is being done, by the thread that called RunRankBench; may be empty.
   std::function<void(std::string_view line)> progress;
 };
 

@@ -27,6 +27,7 @@ struct ConvertOptions {
   int64_t max_shard_bytes = kUsualShardBytes;
   bool overwrite = false;
   Executor executor;
+  /// Units of work done and in all; called from any thread, one at a time. May be empty.
   std::function<void(int64_t done, int64_t total)> progress;
 };
 
@@ -44,8 +45,8 @@ struct ConvertReport {
   int64_t layers = 0, experts = 0, other_modules = 0;
   /// Tensors that the result lacks: GGUF files are written from, and read as, their MoE layers alone.
   int64_t left_out = 0;
-  int64_t bytes = 0;
-  std::string content_hash;
+  int64_t bytes = 0;         ///< of the weight files written
+  std::string content_hash;  ///< SHA-256 over names, types, shapes and bytes of all tensors
   std::vector<std::string> files;
 };
 

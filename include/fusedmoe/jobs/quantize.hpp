@@ -35,7 +35,7 @@ struct QuantizeOptions {
   int64_t max_shard_bytes = kUsualShardBytes;
   bool overwrite = false;
   Executor executor;
-  /// Units of work done and in all; called from any thread, one at a time.
+  /// Units of work done and in all; called from any thread, one at a time. May be empty.
   std::function<void(int64_t done, int64_t total)> progress;
 };
 
@@ -61,7 +61,7 @@ struct QuantizeReport {
   /// Experts without a calibration of their own, as modules.
   std::vector<std::string> uncalibrated;
   int64_t layers = 0, experts = 0;
-  int64_t bytes = 0;
+  int64_t bytes = 0;         ///< of the weight files written
   std::string content_hash;  ///< SHA-256 over names, types, shapes and bytes of all tensors
   std::vector<std::string> files;
 };

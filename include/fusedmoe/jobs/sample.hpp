@@ -47,7 +47,7 @@ struct SampleOptions {
 /// What was written.
 struct SampleReport {
   std::vector<std::string> files;  ///< relative to the directory, in the order of writing
-  int64_t bytes = 0;
+  int64_t bytes = 0;               ///< of the weight files
   /// Whose layout the quantized tensors have: "modelopt", "compressed-tensors", "none".
   std::string producer;
   int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0;

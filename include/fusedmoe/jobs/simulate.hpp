@@ -10,7 +10,8 @@
 
 namespace fusedmoe {
 
-/// What ranks of one kind of cluster can do. Bandwidths are per rank and direction.
+/// What ranks of one kind of cluster can do. Bandwidths are per rank and direction, in 10^9 bytes (not bits)
+/// a second.
 struct LinkModel {
   std::string name;
   std::string what;
@@ -21,7 +22,7 @@ struct LinkModel {
   double dispatch_latency = 0, combine_latency = 0;
   double local_dispatch_latency = 0, local_combine_latency = 0;
   double read_gbps = 0;  ///< weights from memory
-  double gflops = 0;     ///< of the GEMMs
+  double gflops = 0;     ///< 10^9 operations a second of the GEMMs
 };
 
 /// The links that are compiled in, with where their numbers come from.

@@ -19,13 +19,13 @@ struct TuneOptions {
   std::vector<std::string> schemes;
   std::vector<std::string> isas;    ///< empty: all that this machine has and this build has kernels for
   double seconds_per_point = 0.02;  ///< of timed calls, at least three of them
-  /// That a call visits, each token eight of them; a multiple of eight. With four, the vectors were a third
-  /// faster than in layers.
+  /// Experts that a timed call visits; a multiple of eight, as each token visits eight. With four, the
+  /// vectors were a third faster than in layers.
   int64_t experts_per_call = 32;
-  /// Of weights of a scheme at a time; more where two calls need more.
+  /// Weights of a scheme held at a time; more where two calls need more.
   int64_t max_bytes = int64_t{1} << 30;
   Executor executor;
-  /// Called with a line on what is being done; may be empty.
+  /// Called with a line on what is being done, by the thread that called RunTune; may be empty.
   std::function<void(std::string_view line)> progress;
 };
 

@@ -30,8 +30,8 @@ struct ErrorBound {
                                    ///< of what they change), or scales of whole rows taken over slices
   double layout = 0;               ///< weights that the layout changed (folded scales)
   double factor = 4;               ///< from the expected error to the bound
-  /// One value of the second GEMM's input on the other side of a threshold, where so few are compared that
-  /// one shows: at most, not expected.
+  /// Largest effect of one value of the second GEMM's input that rounds the other way; it shows only where
+  /// few outputs are compared. A maximum, unlike the terms above.
   double one_event = 0;
   /// factor * sqrt(sum of squares), and one_event added as a square.
   double value() const;
@@ -138,12 +138,12 @@ struct RowError {
 
 struct VerifyReport {
   bool ok = false;
-  int64_t rows = 0;
-  double rel_l2 = 0;
-  double max_row_error = 0;
-  int64_t not_finite = 0;  ///< outputs that are NaN, or the same infinity, on both sides
-  int64_t overflowed = 0;  ///< outputs beyond the largest number of their dtype, as in CheckReport
-  double bound = 0;
+  int64_t rows = 0;          ///< tokens compared
+  double rel_l2 = 0;         ///< relative L2 distance of all outputs
+  double max_row_error = 0;  ///< the largest relative L2 of one token
+  int64_t not_finite = 0;    ///< outputs that are NaN, or the same infinity, on both sides
+  int64_t overflowed = 0;    ///< outputs beyond the largest number of their dtype, as in CheckReport
+  double bound = 0;          ///< largest rel_l2 that is ok: VerifyOptions::bound, or the one derived
   std::string backend;
   std::string against;  ///< "REFERENCE", or the other checkpoint's directory
   std::string scheme, against_scheme;

@@ -88,16 +88,16 @@ bool HalvesFollow(const MatrixPlace& place) {
   return place.parts == 2 && !place.interleaved;
 }
 
-// Whether the rows of blocks are those of gate and, from its first row on, those of up. Their number tells it
-// from blocks that go on through both; where both give as many, the writer does.
+// Whether up's blocks begin at up's first row, instead of going on through gate and up. Told by the number of
+// blocks and, where it fits both, by the writer.
 bool HaveOwnBlocks(const MatrixTensors& tensors, const LinearFormat& format, int64_t block_rows,
                    int64_t stored_rows) {
   return HalvesFollow(tensors.place) && format.blocks_begin_at_up &&
          stored_rows == 2 * CeilDiv(tensors.rows, block_rows);
 }
 
-// Scales of a part, and how many rows of the first block belong to the part before, where up begins inside of
-// a block.
+// Scales of a part. Where up begins inside a block, row_offset counts its rows that belong to the part
+// before.
 struct Blocks {
   Tensor scales;
   int64_t row_offset = 0;

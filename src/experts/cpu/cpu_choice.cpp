@@ -50,11 +50,11 @@ bool IsAmd(const Machine& machine) {
   return machine.cpu_name.find("AMD") != std::string::npos;
 }
 
-/// With weights from memory, share of a plain read (docs/kernels_reading.md). On cores of AMD, the longer a
-/// kernel computes on a block, the earlier it has to ask: 16 bits (95 % at 5 KB) and int8 that meets one
+/// Figures with weights from memory, percentages of a plain read (docs/kernels_reading.md). AMD: the longer a
+/// kernel computes per block, the further ahead it prefetches. 16 bits (95 % at 5 KB) and int8 that meets one
 /// plane do with less, 16 bits on Zen 3 with least (one token: 1 KB 18.4 GB/s, 2 17.5, 4 15.9, 6 13.8; four
-/// tokens 9.4, 11.2, 12.3, 11.9). Cores of Intel are asked twice where kernels can, and once by others,
-/// beyond the page that they prefetch to its end by themselves.
+/// tokens 9.4, 11.2, 12.3, 11.9). Intel: kernels that can prefetch twice; the others once, beyond the page,
+/// which the hardware prefetches to its end by itself.
 void SetPrefetch(const Machine& machine, const KernelTable* table, TileKind tile, GemmShape& shape) {
   const int bits = shape.panel.bits();
   const int64_t wide_ahead = machine.Has(Isa::kAvx512) ? 5120 : 2048;

@@ -178,8 +178,7 @@ struct Uploader::Impl {
     return &slot;
   }
 
-  /// Of what is filled the oldest neighbours: with `least` bytes together, or such that no more will join
-  /// them.
+  /// The oldest run of adjacent filled pieces that has at least `least` bytes, or that cannot grow.
   Run NextRun(int64_t least) const {
     Run run;
     int64_t bytes = 0;

@@ -26,8 +26,8 @@ class GateUpTasks {
 
 /// Into how many tasks gate and up are divided: batches of tiles times ranges of stripes.
 ///
-///   ranges as few as leave no task more than its part of a thread's work, a long one included where many
-///   tokens choose one expert; or up to twice as many, where they fill the last round of all threads better.
+///   ranges: as few as keep each task within its part of a thread's fair share, also that of a long batch
+///   where many tokens choose one expert; up to twice as many if that fills the last round better.
 ///
 /// Few, because a range costs as much as another pair of stripes: hardware reads some 8 KB beyond its end,
 /// and with its first stripes the tokens come into L1 and L2.
