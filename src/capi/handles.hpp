@@ -7,7 +7,6 @@
 #include <new>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include <fusedmoe/fusedmoe.h>
 #include <fusedmoe/checkpoint.hpp>

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cstdint>
-
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>

@@ -1,12 +1,9 @@
 // What a8 changes, by the groups in which a kernel rounds: those of the definition, in activation order too,
 // or those of the slices of ranks, which are others. Held against the bound, with the factor of two that it
 // has for the latter and without.
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <random>
-#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <functional>
 #include <string_view>
-#include <vector>
 
 #include <fusedmoe/dtype.hpp>
 #include <fusedmoe/status.hpp>

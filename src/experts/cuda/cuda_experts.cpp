@@ -1,7 +1,5 @@
 #include "experts/cuda/cuda_experts.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <limits>
 #include <utility>

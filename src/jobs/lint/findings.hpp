@@ -2,7 +2,6 @@
 
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <fusedmoe/jobs/lint.hpp>

@@ -2,7 +2,6 @@
 
 #include <climits>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 

@@ -1,8 +1,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include <fmt/format.h>
-
 #include "moe/rows.hpp"
 #include "numerics/rows.hpp"
 #include "prepare_finalize/all_to_all/operations.hpp"

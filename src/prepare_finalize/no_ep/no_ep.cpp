@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include <fmt/format.h>
-
 #include "moe/rows.hpp"
 #include "moe/weight_and_reduce.hpp"
 #include "quant/activation_quantizer.hpp"

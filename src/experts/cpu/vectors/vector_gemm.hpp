@@ -1,7 +1,5 @@
 #pragma once
 
-#include <algorithm>
-
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_run.hpp"
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/status.hpp>

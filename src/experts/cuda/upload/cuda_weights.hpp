@@ -1,7 +1,5 @@
 #pragma once
 
-#include <memory>
-
 #include "experts/cuda/cuda_plan.hpp"
 #include "moe/backend.hpp"
 
