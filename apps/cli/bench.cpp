@@ -57,7 +57,11 @@ Result<Tensor> ReadIds(const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const SafetensorsFile file, ReadSafetensors(path));
   const Tensor* ids = file.Find("topk_ids");
   if (ids == nullptr || ids->dtype() != DType::kI32) {
-    return Status::BadInput("topk_ids I32 [tokens, top_k] is required").WithFile(path).WithTensor("topk_ids");
+    return Status::BadInput(fmt::format("is {}; I32 [tokens, top_k] is required",
+                                        ids == nullptr ? "missing" : DTypeName(ids->dtype())))
+        .WithFile(path)
+        .WithTensor("topk_ids")
+        .WithHint("`fusedmoe run --output` writes it");
   }
   return *ids;
 }

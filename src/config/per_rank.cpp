@@ -24,7 +24,9 @@ Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& paralle
 Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
                                             const Scheme& scheme) {
   if (parallel.tp_size < 1 || parallel.tp_rank < 0 || parallel.tp_rank >= parallel.tp_size) {
-    return Status::Usage(fmt::format("tensor-parallel rank {} of {}", parallel.tp_rank, parallel.tp_size));
+    return Status::Usage(
+        fmt::format("tp_rank is {} with tp_size {}; it must be 0 to tp_size - 1, and tp_size at least 1",
+                    parallel.tp_rank, parallel.tp_size));
   }
   if (parallel.tp_size == 1) {
     return IntermediateRange{0, intermediate};

@@ -95,9 +95,11 @@ class Fields {
 };
 
 template <typename Enum>
-Status ParseNamed(const char* key, const std::string& text, std::optional<Enum> parsed, Enum& value) {
+Status ParseNamed(const char* key, const std::string& text, std::string_view names,
+                  std::optional<Enum> parsed, Enum& value) {
   if (!parsed) {
-    return Status::BadInput(fmt::format("problem field '{}' is '{}', which does not exist", key, text));
+    return Status::BadInput(
+        fmt::format("problem field '{}' is '{}'; it must be one of: {}", key, text, names));
   }
   value = *parsed;
   return Status::Ok();
@@ -127,7 +129,8 @@ Status ReadActivation(Fields& fields, MoeConfig& config) {
   std::string activation = "silu";
   FMOE_RETURN_IF_ERROR(fields.Text("activation", activation));
   ActivationKind kind = config.activation.kind;
-  FMOE_RETURN_IF_ERROR(ParseNamed("activation", activation, ParseActivation(activation), kind));
+  FMOE_RETURN_IF_ERROR(
+      ParseNamed("activation", activation, ActivationNames(), ParseActivation(activation), kind));
   config.activation = CanonicalActivation(kind);
   FMOE_RETURN_IF_ERROR(fields.Float("alpha", config.activation.alpha));
   FMOE_RETURN_IF_ERROR(fields.Float("beta", config.activation.beta));
@@ -135,14 +138,15 @@ Status ReadActivation(Fields& fields, MoeConfig& config) {
   FMOE_RETURN_IF_ERROR(fields.Flag("bias", config.has_bias));
   std::string dtype(DTypeName(config.dtype));
   FMOE_RETURN_IF_ERROR(fields.Text("dtype", dtype));
-  return ParseNamed("dtype", dtype, ParseDType(dtype), config.dtype);
+  return ParseNamed("dtype", dtype, "BF16, F16, F32", ParseDType(dtype), config.dtype);
 }
 
 Status ReadRouting(Fields& fields, MoeConfig& config) {
   RoutingConfig& routing = config.routing;
   std::string method(RoutingMethodName(routing.method));
   FMOE_RETURN_IF_ERROR(fields.Text("routing", method));
-  FMOE_RETURN_IF_ERROR(ParseNamed("routing", method, ParseRoutingMethod(method), routing.method));
+  FMOE_RETURN_IF_ERROR(
+      ParseNamed("routing", method, RoutingMethodNames(), ParseRoutingMethod(method), routing.method));
   FMOE_RETURN_IF_ERROR(fields.Flag("renormalize", routing.renormalize));
   FMOE_RETURN_IF_ERROR(fields.Integer("num_groups", routing.num_groups, 1, config.num_experts));
   FMOE_RETURN_IF_ERROR(fields.Integer("topk_groups", routing.topk_groups, kEveryGroup, routing.num_groups));

@@ -149,12 +149,12 @@ Result<WhyNotAnswer> WhyNot(const ExplainRequest& request, std::string_view back
     }
     return UnknownName("backend", backend, JoinNames(names));
   }
-  FMOE_RETURN_IF_ERROR(MakeQuestion(request).status());
+  FMOE_ASSIGN_OR_RETURN(const Question question, MakeQuestion(request));
   WhyNotAnswer answer;
   answer.backend = *known;
   std::optional<Distance> distance = Measure(request, *known);
   if (!distance) {
-    return Status::Usage(fmt::format("backend '{}' does not exist", request.selection.backend));
+    return SelectFor(question, request).status();  // the backend that the request itself names is unknown
   }
   answer.verdicts = distance->verdicts;
   answer.chosen_already = distance->score == 0;

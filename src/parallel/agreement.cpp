@@ -136,6 +136,19 @@ Status TellVerdicts(Communicator& communicator, std::string_view operation, cons
 
 }  // namespace
 
+Status CheckEntries(const RowExchange& exchange, int64_t num_ranks) {
+  const auto ranks = static_cast<size_t>(num_ranks);
+  if (exchange.send_rows.size() == ranks && exchange.send_offsets.size() == ranks &&
+      exchange.receive_rows.size() == ranks && exchange.receive_offsets.size() == ranks) {
+    return Status::Ok();
+  }
+  return Status::Usage(
+      fmt::format("{}: send_rows has {}, send_offsets {}, receive_rows {}, receive_offsets {} entries; each "
+                  "must have {} (one a rank)",
+                  exchange.operation, exchange.send_rows.size(), exchange.send_offsets.size(),
+                  exchange.receive_rows.size(), exchange.receive_offsets.size(), ranks));
+}
+
 AgreementSlots BookAgreement(int64_t ranks, WorkspaceBook& book) {
   AgreementSlots slots;
   slots.headers = book.Book("ranks.headers", 2 * ranks * static_cast<int64_t>(sizeof(WireHeader)));

@@ -15,6 +15,9 @@
 /// others waiting.
 namespace fusedmoe {
 
+/// kUsage unless each of the four spans of an exchange has an entry for each rank.
+Status CheckEntries(const RowExchange& exchange, int64_t num_ranks);
+
 /// The header of one rank to another.
 struct WireHeader {
   uint32_t magic = 0;

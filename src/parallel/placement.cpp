@@ -153,7 +153,9 @@ Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_expe
   const std::optional<int64_t> all = CheckedAdd(num_experts, config.num_redundant_experts);
   if (config.num_redundant_experts < 0 || !all) {
     return Status::Usage(
-        fmt::format("{} redundant experts beside {} experts", config.num_redundant_experts, num_experts));
+        fmt::format("num_redundant_experts is {}; at least 0, and together with {} experts below 2^63, is "
+                    "required",
+                    config.num_redundant_experts, num_experts));
   }
   const int64_t physical = *all;
   if (config.enable_eplb && physical % config.ep_size != 0) {

@@ -261,7 +261,8 @@ Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view 
     }
     auto scheme = Build(row, word);
     if (!scheme) {
-      return Status::Usage(fmt::format("scheme '{}': granularity '{}' means nothing", base, word));
+      return Status::Usage(fmt::format("granularity '{}' cannot be built for scheme '{}'; use one of: {}",
+                                       word, base, GranularitiesText(row.info.granularities)));
     }
     if (colon != std::string_view::npos) {
       scheme->name = fmt::format("{}:{}", base, word);

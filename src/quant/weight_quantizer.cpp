@@ -247,7 +247,9 @@ Status CheckFormat(const WeightJob& job) {
   }
   const bool block = format.has_block_scale();
   if (block && (format.block.row == 0 || format.block.col == 0)) {
-    return Status::Usage("block sizes of 0 are not possible");
+    return Status::Usage(
+        fmt::format("a block is {} x {}; sizes of at least 1, or -1 for all rows or columns, are required",
+                    format.block.row, format.block.col));
   }
   const int64_t group = format.block.col > 0 ? format.block.col : job.cols;
   if (block && format.block.row == 1 && job.cols % group != 0) {

@@ -305,10 +305,10 @@ TEST(Mlx, FilesThatContradictThemselves_AreNamed) {
   const std::string scales = kStack + "down_proj.scales", biases = kStack + "down_proj.biases";
   MlxModel lost;
   lost.Drop(biases);
-  expect(lost, "biases like the scales are needed");
+  expect(lost, "biases' is missing; biases like the scales are required");
   MlxModel wide;
   wide.Find(biases) = Floats(biases, {kExperts, kHidden, 1}, -1.0F);
-  expect(wide, "biases like the scales are needed");
+  expect(wide, "biases' is F32 [");
   MlxModel few;
   few.Find(scales) = Bf16(scales, {kExperts, kHidden - 1, 1}, 0.5F);
   expect(few, "do not fit scales");
@@ -320,7 +320,7 @@ TEST(Mlx, FilesThatContradictThemselves_AreNamed) {
   expect(bytes, "groups of 32 bits");
   MlxModel group;
   group.config["quantization"]["group_size"] = 48;
-  expect(group, "groups of 48 would have 128 bits");
+  expect(group, "128 bits in groups of 48 are 2.67 bits a code; 2 to 6 or 8 are required");
   MlxModel narrow;
   narrow.config["quantization"]["model.layers.0.mlp.switch_mlp.down_proj"] = {{"group_size", 16},
                                                                               {"bits", 8}};
@@ -372,7 +372,7 @@ TEST(Mlx, FilesOfCodesThatContradictThemselves_AreNamed) {
   }
   MlxModel lost(true);
   lost.Drop(down + ".biases");
-  expect(lost, down + ".weight", "biases like the scales are needed");
+  expect(lost, down + ".weight", "biases like the scales are required");
   MlxModel bits(true);
   bits.config["quantization"][down] = {{"group_size", 32}, {"bits", 6}};
   expect(bits, down + ".weight", "the tensors are affine of 4 bits in groups of 32");

@@ -24,6 +24,26 @@ Status EndsEarly(JsonReader& json) {
   return Status(json.status()).WithHint("the index is truncated: copy it again");
 }
 
+std::string_view KindName(JsonReader::Kind kind) {
+  switch (kind) {
+    case JsonReader::Kind::kObject:
+      return "an object";
+    case JsonReader::Kind::kArray:
+      return "an array";
+    case JsonReader::Kind::kString:
+      return "a string";
+    case JsonReader::Kind::kNumber:
+      return "a number";
+    case JsonReader::Kind::kBool:
+      return "a truth value";
+    case JsonReader::Kind::kNull:
+      return "null";
+    case JsonReader::Kind::kInvalid:
+      break;
+  }
+  return "no JSON";
+}
+
 Status ParseIndex(TensorIndex* index) {
   if (!IsUtf8(index->text)) {
     return Status::BadInput("the index is not valid UTF-8");
@@ -55,7 +75,10 @@ Status ParseIndex(TensorIndex* index) {
       if (const JsonReader::Kind kind = json.Peek(); kind != JsonReader::Kind::kString) {
         return kind == JsonReader::Kind::kInvalid
                    ? EndsEarly(json)
-                   : Status::BadInput("'weight_map' must give a file name").WithTensor(tensor);
+                   : Status::BadInput(
+                         fmt::format("'weight_map' holds {} for it; a file name (string) is required",
+                                     KindName(kind)))
+                         .WithTensor(tensor);
       }
       if (!json.String(&file)) {
         break;

@@ -122,7 +122,9 @@ Status TensorStore::FoldFourBit(const TensorInfo& state, const Place& place, std
                                 std::vector<bool>* hidden) {
   const auto codes = by_name_.find(weight);
   if (codes == by_name_.end()) {
-    return Blame(Status::BadInput("its matrix is missing"), state.name);
+    return Blame(Status::BadInput(fmt::format("describes '{}', which no file holds", weight))
+                     .WithHint("download the missing shard"),
+                 state.name);
   }
   TensorInfo& listed = tensors_[codes->second];
   Place& listed_place = places_[codes->second];

@@ -155,7 +155,8 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::OpenGguf(const std::stri
   FMOE_RETURN_IF_ERROR(store->OpenGgufFile(path, options, &headers));
   const int64_t count = headers.front().Integer("split.count").value_or(1);
   if (count < 0 || count > kMostFiles) {
-    return Status::BadInput(fmt::format("'split.count' is {}", count)).WithFile(path);
+    return Status::BadInput(fmt::format("'split.count' is {}; 0 to {} is required", count, kMostFiles))
+        .WithFile(path);
   }
   for (int64_t index = 1; index < count; ++index) {
     FMOE_ASSIGN_OR_RETURN(const std::string part, PartOf(path, index, count));

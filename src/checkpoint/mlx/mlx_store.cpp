@@ -25,7 +25,10 @@ Result<int64_t> BitsOfGroup(const TensorInfo& matrix, const TensorInfo& scales) 
   const int64_t words = same_rows ? matrix.shape[rank - 1] : 0;
   const int64_t num_groups = same_rows ? scales.shape[rank - 1] : 0;
   if (words < 1 || num_groups < 1 || words * 32 % num_groups != 0) {
-    return Status::BadInput(fmt::format("words {} do not fit scales", matrix.shape.ToString()));
+    return Status::BadInput(
+        fmt::format("words {} do not fit scales: 2 or 3 axes, all but the last equal, and groups of "
+                    "whole bits are required",
+                    matrix.shape.ToString()));
   }
   return words * 32 / num_groups;
 }
@@ -34,7 +37,10 @@ Result<int64_t> BitsOfGroup(const TensorInfo& matrix, const TensorInfo& scales) 
 Result<MlxSettings> ListBlocks(TensorInfo& matrix, TensorInfo& scales) {
   FMOE_ASSIGN_OR_RETURN(const int64_t bits_of_group, BitsOfGroup(matrix, scales));
   if (scales.dtype != DType::kU8 || (bits_of_group != 64 && bits_of_group != 128 && bits_of_group != 256)) {
-    return Status::BadInput(fmt::format("groups of {} bits with these scales are not known", bits_of_group));
+    return Status::BadInput(
+        fmt::format("groups of {} bits with these scales are not known; U8 scales with "
+                    "groups of 64 (nvfp4), 128 (mxfp4) or 256 (mxfp8) bits are",
+                    bits_of_group));
   }
   matrix.dtype = bits_of_group == 256 ? DType::kF8E4M3 : DType::kU8;
   matrix.shape[matrix.shape.rank() - 1] *= 4;
@@ -135,14 +141,20 @@ Result<MlxSettings> TensorStore::FindAffine(int64_t group, size_t codes, size_t 
   const Shape& groups = tensors_[scales].shape;
   FMOE_ASSIGN_OR_RETURN(const int64_t bits_of_group, BitsOfGroup(tensors_[codes], tensors_[scales]));
   const std::string& name = tensors_[scales].name;
-  const auto biases = by_name_.find(name.substr(0, name.size() - kScales.size()) + std::string(kBiases));
-  if (biases == by_name_.end() || tensors_[biases->second].dtype != type ||
-      !(tensors_[biases->second].shape == groups)) {
-    return Status::BadInput("biases like the scales are needed");
+  const std::string biases_name = name.substr(0, name.size() - kScales.size()) + std::string(kBiases);
+  const auto biases = by_name_.find(biases_name);
+  if (biases == by_name_.end()) {
+    return Status::BadInput(fmt::format("'{}' is missing; biases like the scales are required", biases_name));
+  }
+  if (const TensorInfo& found = tensors_[biases->second]; found.dtype != type || !(found.shape == groups)) {
+    return Status::BadInput(fmt::format("'{}' is {} {}; biases like the scales are required", biases_name,
+                                        DTypeName(found.dtype), found.shape.ToString()));
   }
   const int64_t bits = bits_of_group / group;
   if (bits * group != bits_of_group || bits < 2 || bits > 8 || bits == 7) {
-    return Status::BadInput(fmt::format("groups of {} would have {} bits each", group, bits_of_group));
+    return Status::BadInput(
+        fmt::format("{} bits in groups of {} are {:.3g} bits a code; 2 to 6 or 8 are required", bits_of_group,
+                    group, static_cast<double>(bits_of_group) / static_cast<double>(group)));
   }
   affine->push_back({{type, static_cast<int>(bits), group, groups[groups.rank() - 1] * group},
                      codes,

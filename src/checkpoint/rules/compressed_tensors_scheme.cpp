@@ -42,9 +42,9 @@ Status ReadGroups(const JsonValue& spec, const std::string& path, Args& args) {
   return Status::Ok();
 }
 
-Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
+Result<Args> ReadArgs(std::string_view key, const JsonValue& spec, const std::string& path) {
   if (!spec.is_object()) {
-    return Status::BadInput("a quantization scheme must be an object").WithFile(path);
+    return Wrong(key, &spec, "an object", path);
   }
   Args args;
   FMOE_ASSIGN_OR_RETURN(args.bits, Size(spec, "num_bits", 1, 16, std::nullopt, path));
@@ -216,7 +216,7 @@ Result<LinearFormat> CompressedTensorsFormat(const JsonValue& group, std::string
   if (weights_spec == nullptr) {
     return LinearFormat{};
   }
-  FMOE_ASSIGN_OR_RETURN(const Args weights, ReadArgs(*weights_spec, path));
+  FMOE_ASSIGN_OR_RETURN(const Args weights, ReadArgs("weights", *weights_spec, path));
   FMOE_ASSIGN_OR_RETURN(const std::string name, Word(group, "format", outer_format, path));
   if (name == "dense") {
     return LinearFormat{};
@@ -237,7 +237,7 @@ Result<LinearFormat> CompressedTensorsFormat(const JsonValue& group, std::string
   format.scale = ".weight_scale";
   format.whole_groups = weights.strategy == "group" || weights.strategy == "tensor_group";
   if (const JsonValue* input_spec = group.Find("input_activations"); input_spec != nullptr) {
-    FMOE_ASSIGN_OR_RETURN(const Args input, ReadArgs(*input_spec, path));
+    FMOE_ASSIGN_OR_RETURN(const Args input, ReadArgs("input_activations", *input_spec, path));
     FMOE_ASSIGN_OR_RETURN(format.activation, InputFormat(input, format, path));
   }
   if (!format.activation.static_tensor_scale) {

@@ -22,14 +22,19 @@ Result<LinearFormat> AutoRoundIntegerFormat(const JsonValue& spec, int64_t bits,
   const std::string layout = key == nullptr ? "auto_round:auto_gptq" : key->string();
   if (bits < 2 || bits > 8 || group == 0) {
     return Status::Unsupported(
-               fmt::format("auto-round with {} bits in groups of {} is not supported", bits, group))
+               fmt::format(
+                   "auto-round with {} bits in groups of {} is not supported; 2 to 8 bits in groups of "
+                   "-1 (a row) or at least 1 are",
+                   bits, group))
         .WithFile(path);
   }
   FMOE_ASSIGN_OR_RETURN(const int64_t input_bits, Size(spec, "act_bits", 1, 32, 16, path));
   if (input_bits < 16) {
     return Status::Unsupported(
-               fmt::format("auto-round's integer weights with inputs of {} bits are not supported",
-                           input_bits))
+               fmt::format(
+                   "auto-round's integer weights with inputs of {} bits are not supported; inputs of 16 "
+                   "bits and more, which stay as they are, are",
+                   input_bits))
         .WithFile(path);
   }
   LinearFormat format;
@@ -48,7 +53,10 @@ Result<LinearFormat> AutoRoundIntegerFormat(const JsonValue& spec, int64_t bits,
     format.packing = Packing::kAwq;
     format.whole_groups = true;
   } else {
-    return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout))
+    return Status::Unsupported(
+               fmt::format("auto-round's packing_format '{}' with {} bits is not supported; "
+                           "auto_round:auto_gptq and auto_round are, and with 4 bits auto_round:auto_awq",
+                           layout, bits))
         .WithFile(path);
   }
   format.negative_scales = true;

@@ -19,8 +19,10 @@ struct Level {
   bool dynamic = false, symmetric = true;
 };
 
-Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& path) {
+Result<std::vector<Level>> ReadLevels(std::string_view key, const JsonValue& parent,
+                                      const std::string& path) {
   std::vector<Level> levels;
+  const JsonValue* spec = parent.Find(key);
   if (spec == nullptr) {
     return levels;
   }
@@ -34,7 +36,7 @@ Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& 
   }
   for (const JsonValue* object : objects) {
     if (!object->is_object()) {
-      return Status::BadInput("a Quark tensor description must be an object").WithFile(path);
+      return Wrong(key, object, "an object", path);
     }
     const auto text = [&](const char* key) {
       const JsonValue* value = object->Find(key);
@@ -187,8 +189,8 @@ std::optional<LinearFormat> EightBitFormat(const Level& weight, const Level* inp
 
 /// `awq_order`: of integers of 4 bits; nothing: not known.
 Result<LinearFormat> FormatOf(const JsonValue& spec, std::optional<bool> awq_order, const std::string& path) {
-  FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels(spec.Find("weight"), path));
-  FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels(spec.Find("input_tensors"), path));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels("weight", spec, path));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels("input_tensors", spec, path));
   for (const char* key : {"output_tensors", "bias"}) {
     if (const JsonValue* other = spec.Find(key); other != nullptr) {
       return NotSupported(key, *other, "Quark's weights and inputs alone are quantized here", path);

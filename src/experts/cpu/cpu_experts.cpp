@@ -80,7 +80,8 @@ Status CpuExperts::CheckInput(const ExpertsInput& input, const MutableTensorView
                                      layer_.plan.num_local_experts, rows.dim(0)));
   }
   if (!batched && rows.dim(0) != input.num_tokens) {
-    return Status::Usage(fmt::format("{} rows for {} tokens", rows.dim(0), input.num_tokens));
+    return Status::Usage(
+        fmt::format("rows has {} rows, num_tokens is {}; they must be equal", rows.dim(0), input.num_tokens));
   }
   const auto one_behind_the_other = [](const TensorView& view) {
     return view.empty() || view.dim(0) <= 1 || view.stride_bytes(0) == view.dim(1) * view.stride_bytes(1);

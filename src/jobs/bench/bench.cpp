@@ -37,7 +37,9 @@ Status CheckOptions(const BenchOptions& options) {
   FMOE_RETURN_IF_ERROR(CheckTokens(options.tokens));
   if (options.num_experts < 0 || options.num_layers < 0 || options.max_bytes < 0 ||
       !(options.seconds_per_row >= 0)) {
-    return Status::Usage("experts, layers, bytes and seconds must not be negative");
+    return Status::Usage(fmt::format(
+        "num_experts={}, num_layers={}, max_bytes={}, seconds_per_row={}: each must be at least 0",
+        options.num_experts, options.num_layers, options.max_bytes, options.seconds_per_row));
   }
   return Status::Ok();
 }

@@ -12,8 +12,15 @@ namespace fusedmoe {
 namespace {
 
 Status CheckOptions(const RankBenchOptions& options) {
-  if (options.tokens.empty() || options.communicator == nullptr || !(options.seconds_per_row >= 0)) {
-    return Status::Usage("token counts, a communicator and seconds of at least 0 are needed");
+  if (options.tokens.empty()) {
+    return Status::Usage("tokens is empty; at least one token count is required");
+  }
+  if (options.communicator == nullptr) {
+    return Status::Usage("communicator is null; one that joins the ranks is required");
+  }
+  if (!(options.seconds_per_row >= 0)) {
+    return Status::Usage(
+        fmt::format("seconds_per_row is {}; at least 0 is required", options.seconds_per_row));
   }
   FMOE_RETURN_IF_ERROR(bench::CheckTokens(options.tokens));
   if (options.parallel.enable_eplb) {

@@ -18,7 +18,8 @@ Result<MoeConfig> ConfigOf(const Problem& problem, int64_t num_experts) {
   config.has_correction_bias = config.has_router_bias = false;
   if (top_k > config.num_experts) {
     return Status::Usage(
-        fmt::format("{} chooses {} experts a token, of {}", problem.name, top_k, config.num_experts));
+        fmt::format("{}: top_k is {}, but num_experts is {}; raise num_experts to at least top_k",
+                    problem.name, top_k, config.num_experts));
   }
   return config;
 }

@@ -104,12 +104,17 @@ Result<ActivationStats> ReadActivationStats(const std::string& path) {
       FMOE_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes,
                             Column<int64_t>(file, stem + "sizes", DType::kI64));
       if (sizes.size() != 2) {
-        return Status::BadInput("hidden and intermediate size are needed").WithTensor(stem + "sizes");
+        return Status::BadInput(
+                   fmt::format("has {} values; 2 (hidden, intermediate) are required", sizes.size()))
+            .WithTensor(stem + "sizes");
       }
       columns.hidden = sizes[0], columns.intermediate = sizes[1];
       if (columns.gate_up_amax.size() != columns.tokens.size() ||
           columns.down_amax.size() != columns.tokens.size()) {
-        return Status::BadInput("its tensors have different numbers of experts").WithTensor(tensor.name);
+        return Status::BadInput(
+                   fmt::format("tokens has {}, gate_up_amax {}, down_amax {} experts; all must be equal",
+                               columns.tokens.size(), columns.gate_up_amax.size(), columns.down_amax.size()))
+            .WithTensor(tensor.name);
       }
       return columns;
     };

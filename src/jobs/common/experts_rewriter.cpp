@@ -186,7 +186,9 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
   rewriter.gguf_ = source->producer() == "gguf";
   rewriter.experts_alone_ = rewriter.gguf_;
   if (source->moe_layers().empty()) {
-    return Status::BadInput("no layer with routed experts was found").WithFile(source->directory());
+    return Status::BadInput(fmt::format("family '{}': none of {} layers has routed experts", source->family(),
+                                        source->num_layers()))
+        .WithFile(source->directory());
   }
   // Names are sorted once, so that those of a module are found together.
   std::vector<std::string_view> sorted;

@@ -185,7 +185,10 @@ Result<std::unique_ptr<UnfinishedOutput>> UnfinishedOutput::Take(const OutputPla
   // A run that was killed has left the directory with its mark, or empty.
   const bool marked = fs::exists(marker, error);
   if (!error && !marked && !fs::is_empty(temporary, error) && !error) {
-    return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
+    return Status::Usage(
+               "this folder, the place for unfinished files, holds files that no fusedmoe run wrote")
+        .WithFile(temporary.string())
+        .WithHint("remove or rename it");
   }
   if (error) {
     return Status::System("cannot look into the directory: " + error.message()).WithFile(temporary.string());

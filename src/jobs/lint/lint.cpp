@@ -87,7 +87,9 @@ Result<LintReport> Linter::Run() {
   const MemoryReuse reuse;  // of one expert by the next
   const std::vector<int64_t>& layers = options_.layers.empty() ? checkpoint_.moe_layers() : options_.layers;
   if (layers.empty()) {
-    return Status::BadInput("no layer with routed experts was found").WithFile(checkpoint_.directory());
+    return Status::BadInput(fmt::format("family '{}': none of {} layers has routed experts",
+                                        checkpoint_.family(), checkpoint_.num_layers()))
+        .WithFile(checkpoint_.directory());
   }
   for (const int64_t layer : layers) {
     const size_t before = findings_.size();

@@ -109,7 +109,9 @@ Result<CanonicalMatrix> TakeMatrix(const SafetensorsFile& file, const std::strin
   }
   if (const Tensor* offset = file.Find(prefix + ".scale_offset"); offset != nullptr) {
     if (offset->dtype() != DType::kI64 || offset->view().count() != 2) {
-      return Status::BadInput("I64 [2] is required").WithTensor(prefix + ".scale_offset");
+      return Status::BadInput(fmt::format("is {} {}; I64 [2] (row and column offset) is required",
+                                          DTypeName(offset->dtype()), offset->shape().ToString()))
+          .WithTensor(prefix + ".scale_offset");
     }
     int64_t values[2];
     std::memcpy(values, offset->view().data(), sizeof(values));

@@ -116,7 +116,7 @@ class FieldReader {
   void Named(const char* name, Value& value, Name /*name_of*/, Parse parse) {
     std::string text;
     Text(name, text);
-    Take(name, value, std::optional<Value>(parse(text)));
+    Take(name, value, std::optional<Value>(parse(text)), "a name that this version knows");
   }
   void TypeUnless(const char* name, DType& value, DType usual) {
     value = usual;
@@ -130,7 +130,8 @@ class FieldReader {
     Text(name, text);
     const auto at = std::find(names.begin(), names.end(), text);
     Take(name, value,
-         at == names.end() ? std::nullopt : std::optional(static_cast<Value>(at - names.begin())));
+         at == names.end() ? std::nullopt : std::optional(static_cast<Value>(at - names.begin())),
+         fmt::format("one of {}", fmt::join(names, ", ")));
   }
   void ElementOrNull(const char* name, std::optional<DType>& value) {
     value.reset();
@@ -178,9 +179,9 @@ class FieldReader {
   const Json& Member(const char* name);
   int64_t IntegerOf(const char* name, int64_t low, int64_t high);
   template <typename Value>
-  void Take(const char* name, Value& value, std::optional<Value> parsed) {
+  void Take(const char* name, Value& value, std::optional<Value> parsed, const std::string& required) {
     if (!parsed && status_.ok()) {
-      Fail(name, "a name of its table");
+      Fail(name, required);
     }
     value = parsed.value_or(Value{});
   }

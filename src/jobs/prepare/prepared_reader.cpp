@@ -244,7 +244,11 @@ class Reader {
     if (config.shared.has_gate) {
       const Tensor* gate = file_.Find("shared.output_gate");
       if (gate == nullptr || gate->dtype() != DType::kF32 || !(gate->shape() == Shape{config.hidden})) {
-        return Status::BadInput(fmt::format("F32 [{}] is required", config.hidden))
+        return Status::BadInput(fmt::format("is {}; F32 [{}] is required",
+                                            gate == nullptr ? "missing"
+                                                            : fmt::format("{} {}", DTypeName(gate->dtype()),
+                                                                          gate->shape().ToString()),
+                                            config.hidden))
             .WithTensor("shared.output_gate");
       }
       shared.gate = *gate;

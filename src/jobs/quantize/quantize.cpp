@@ -342,7 +342,8 @@ Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
   }
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(options.scheme, reductions));
   if (!scheme.weight.quantized()) {
-    return Status::Usage(fmt::format("'{}' is not a scheme to quantize to", options.scheme));
+    return Status::Usage(fmt::format("scheme '{}' leaves weights as they are; choose one of: {}",
+                                     options.scheme, checkpoint::StorableSchemes()));
   }
   if (options.scale_search && !jobs::CanSearchScales(scheme.weight)) {
     return Status::Usage(fmt::format(

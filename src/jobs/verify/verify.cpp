@@ -19,7 +19,8 @@ using verify::Runner;
 
 Status SameSizes(const MoeConfig& left, const MoeConfig& right) {
   const auto differs = [](std::string_view name, int64_t a, int64_t b) {
-    return Status::Usage(fmt::format("{} is {} here and {} in the other checkpoint", name, a, b));
+    return Status::Usage(
+        fmt::format("{} is {} here and {} in the other checkpoint; both must be equal", name, a, b));
   };
   if (left.hidden != right.hidden) {
     return differs("hidden", left.hidden, right.hidden);

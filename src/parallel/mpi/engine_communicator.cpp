@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "parallel/agreement.hpp"
 #include "parallel/pause.hpp"
 
 namespace fusedmoe {
@@ -84,15 +85,10 @@ Status EngineCommunicator::Post(const RowExchange& exchange, int64_t peer) {
 
 Status EngineCommunicator::Start(const RowExchange& exchange) {
   FMOE_RETURN_IF_ERROR(poison_);
-  const auto ranks = static_cast<size_t>(size());
   if (under_way_) {
     return Status::Usage(fmt::format("{}: {} is still under way", exchange.operation, operation_));
   }
-  if (exchange.send_rows.size() != ranks || exchange.receive_rows.size() != ranks ||
-      exchange.send_offsets.size() != ranks || exchange.receive_offsets.size() != ranks) {
-    return Status::Usage(fmt::format("{}: counts for {} and {} ranks, there are {}", exchange.operation,
-                                     exchange.send_rows.size(), exchange.receive_rows.size(), ranks));
-  }
+  FMOE_RETURN_IF_ERROR(CheckEntries(exchange, size()));
   operation_ = exchange.operation;
   ++sequence_;
   started_ = std::chrono::steady_clock::now();

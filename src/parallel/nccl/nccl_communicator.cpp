@@ -293,13 +293,8 @@ Status CardCommunicator::Enqueue(std::span<const RowExchange> exchanges, void* s
   if (exchanges.empty()) {
     return Status::Ok();
   }
-  const auto ranks = static_cast<size_t>(size());
   for (const RowExchange& exchange : exchanges) {
-    if (exchange.send_rows.size() != ranks || exchange.receive_rows.size() != ranks ||
-        exchange.send_offsets.size() != ranks || exchange.receive_offsets.size() != ranks) {
-      return Status::Usage(fmt::format("{}: counts for {} and {} ranks, there are {}", exchange.operation,
-                                       exchange.send_rows.size(), exchange.receive_rows.size(), ranks));
-    }
+    FMOE_RETURN_IF_ERROR(CheckEntries(exchange, size()));
   }
   FMOE_ASSIGN_OR_RETURN(const int64_t current, cards_.current());
   if (current != card_) {

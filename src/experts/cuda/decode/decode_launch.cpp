@@ -150,7 +150,9 @@ Status LaunchDecode(const LayerShape& shape, const DeviceWeights& weights, const
     return Status::Usage("the decode kernel does not fit this call: " + plan.why_not);
   }
   if (plan.makes_operands != (operands != nullptr)) {
-    return Status::Usage("a decode plan that makes operands wants to know of what, and no other does");
+    return Status::Usage(plan.makes_operands
+                             ? "plan.makes_operands is true, operands are null; give them"
+                             : "plan.makes_operands is false, operands are given; leave them out");
   }
   if (call.num_tokens == 0) {
     return Status::Ok();

@@ -330,7 +330,10 @@ Status LaunchPrefill(const LayerShape& shape, const DeviceWeights& weights, cons
   }
   if (call.tokens.values != nullptr &&
       (mid == nullptr || !MayQuantizeTokens(shape, plan, mid->format, call.tokens))) {
-    return Status::Usage("prefill does not quantize such tokens itself");
+    return Status::Usage("prefill cannot quantize " + std::string(DTypeName(call.tokens.dtype)) +
+                         " tokens to " +
+                         (mid == nullptr ? "no format (mid is null)" : Describe(mid->format)) +
+                         "; pass rows that are quantized (LaunchOperandRows)");
   }
   for (int64_t first = 0; first < call.num_tokens; first += plan.chunk_tokens) {
     const int64_t count = std::min(plan.chunk_tokens, call.num_tokens - first);
