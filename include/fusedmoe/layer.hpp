@@ -17,7 +17,7 @@
 
 namespace fusedmoe {
 
-/// What the end of a step did to the placement of experts. Equal on all ranks, but for what was received.
+/// What the end of a step did to the placement of experts. Equal on all ranks, except for what was received.
 struct EplbStep {
   int64_t epoch = 0;      ///< of the placement now in force: 0 at first, one more after each switch
   bool planned = false;   ///< an interval ended with this step
@@ -73,8 +73,8 @@ struct LayerOptions {
   uint64_t fingerprint = 0;
 };
 
-/// One layer of experts, loaded and planned: immutable (but for EndStep), callable from many threads at once,
-/// each with a workspace of its own. Forward does not allocate, log or decide.
+/// One layer of experts, loaded and planned: immutable (except for EndStep), callable from many threads at
+/// once, each with a workspace of its own. Forward does not allocate, log or decide.
 ///
 /// On several ranks one thread at a time runs the layers of a communicator, in the same order on all ranks: a
 /// forward that begins while another uses it is refused (kUsage).

@@ -40,7 +40,7 @@ struct WeightFormat {
   bool has_channel_scale = false;  ///< F32 [rows]
   bool has_tensor_scale = false;   ///< one F32 for the matrix (gate, up and down have their own)
   bool may_have_zero_point = false;
-  /// Of stored zero points: kU8, codes of the element, or kF32, any finite number (the minima of GGUF's
+  /// dtype of stored zero points: kU8 (codes of the element) or kF32 (any finite number: the minima of GGUF's
   /// types).
   DType zero_point_dtype = DType::kU8;
   /// Columns of a super-block (GGUF's K types): in a row of it each F32 scale is an 8-bit integer times one

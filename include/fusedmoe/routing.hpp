@@ -85,7 +85,7 @@ RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra er
 using CustomRouting = std::function<void(TensorView hidden, TensorView router_logits, int64_t top_k,
                                          bool renormalize, int32_t* topk_ids, float* topk_weights)>;
 
-/// Of RoutingConfig::topk_groups: every group gives the same number of experts (Intern-S1-Pro).
+/// A value of RoutingConfig::topk_groups: every group gives the same number of experts (Intern-S1-Pro).
 inline constexpr int64_t kEveryGroup = -1;
 
 /// Which experts a token goes to, and with what weight. Groups and the scaling factor act with every method;

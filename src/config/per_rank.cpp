@@ -35,7 +35,7 @@ Result<IntermediateRange> IntermediateShare(int64_t intermediate, const Parallel
   // quantized in the same groups as on one rank. Otherwise smaller units, down to whole bytes of packed
   // codes.
   int64_t unit = 1;
-  // Of super-blocks halves: panels hold these (weights/panel.hpp), and they go round more evenly.
+  // Super-blocks count by halves: panels hold these (weights/panel.hpp), and they spread more evenly.
   for (const int64_t extent : {scheme.weight.block.row, scheme.weight.block.col, scheme.weight.super_cols / 2,
                                scheme.activation.group.col}) {
     if (extent > 1) {
@@ -50,9 +50,10 @@ Result<IntermediateRange> IntermediateShare(int64_t intermediate, const Parallel
   unit = std::max(unit, least);
   const int64_t units = (intermediate + unit - 1) / unit;
   if (units < parallel.tp_size) {
-    return Status::Unsupported(
-        fmt::format("{} columns of the intermediate do not go round {} tensor-parallel ranks in units of {}",
-                    intermediate, parallel.tp_size, unit));
+    return Status::Unsupported(fmt::format(
+        "the intermediate size {} has {} units of {} columns; each of {} tensor-parallel ranks needs "
+        "at least one",
+        intermediate, units, unit, parallel.tp_size));
   }
   const auto bound = [&](int64_t rank) {
     return std::min(intermediate, units * rank / parallel.tp_size * unit);

@@ -162,8 +162,8 @@ Status ReadRouting(Fields& fields, MoeConfig& config) {
   return Status::Ok();
 }
 
-// What each field may be does not say whether a layer of all of them can be. Names of configurations are
-// those of fields, but for the routing's.
+// Fields that are each within their range may still not fit together. Messages about a configuration name its
+// members, which are called as the fields are, except those of the routing.
 Status CheckTogether(const Problem& problem) {
   if (Status status = Validate(problem.config); !status.ok()) {
     return std::move(status).WithContext("problem");

@@ -53,7 +53,7 @@ Status CheckSizes(const MoeConfig& config) {
   return Status::Ok();
 }
 
-/// Of a layer that is split so: sizes, and which experts are here.
+/// Checks the deployment that a layer is split by, and how many of its experts are here.
 Status CheckParallel(const MoeConfig& config) {
   const ParallelConfig& parallel = config.parallel;
   FMOE_RETURN_IF_ERROR(CheckDeployment(parallel));

@@ -49,7 +49,7 @@ class Waiting {
     }
   }
 
-  /// Of a block that could not be had after Take.
+  /// Undoes Take for a block that could not be had.
   void Forget(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     in_use_ -= bytes;

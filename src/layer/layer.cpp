@@ -50,7 +50,7 @@ Status LeaveProjections(bool with_shared, MoeConfig& config, RouterWeights& rout
   return Status::Ok();
 }
 
-// Those of a layer with latent experts; null for any other.
+// The projections of a layer with latent experts; null for any other.
 Result<std::shared_ptr<const LatentProjections>> MakeProjections(const MoeConfig& config,
                                                                  const LatentWeights* weights,
                                                                  bool on_device) {

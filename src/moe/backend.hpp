@@ -26,7 +26,7 @@ struct MoeProblem {
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   WeightTraits weights;
-  /// Of their block scales where the weights are known: integers of a scheme may have any float type.
+  /// dtype of their block scales, if the weights are known: integers of a scheme may have any float type.
   std::optional<DType> weights_scale_dtype;
   std::string isa;   ///< forced by name; empty: free
   std::string mode;  ///< forced by name; empty: by token count

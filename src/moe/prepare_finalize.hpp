@@ -21,7 +21,7 @@ struct PrepareInput {
   bool router_weight_on_input = false;
   /// The experts quantize for themselves: hand on plain rows.
   bool defer_quantization = false;
-  /// Of what Finalize will write: ranks that share tokens hand each other rows of it.
+  /// dtype of what Finalize will write: ranks that share tokens hand each other rows of it.
   DType output = DType::kF32;
 };
 

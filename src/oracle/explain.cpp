@@ -91,7 +91,7 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
     return UnknownName("all2all backend", parallel.all2all, AllToAllNames());
   }
   FMOE_ASSIGN_OR_RETURN(question.platform, FindPlatform(request.platform));
-  // Upstream divides evenly or not at all; here any size goes round.
+  // Upstream divides evenly or not at all; here any size can be split.
   FMOE_ASSIGN_OR_RETURN(question.config, question.platform.runs_this_build
                                              ? PerRank(request.config, parallel, request.scheme)
                                              : PerRank(request.config, parallel));

@@ -13,7 +13,7 @@ class FileLock {
  public:
   /// Creates the file where it is missing. kUsage when somebody else holds it.
   static Result<std::unique_ptr<FileLock>> Take(const std::string& path);
-  /// Of a folder, which must exist, for a moment's work on what is in it: waits until nobody else holds it.
+  /// Locks a folder, which must exist, for a moment's work on what is in it: waits until nobody else holds it.
   /// File systems without locks do not keep anybody out.
   static Result<std::unique_ptr<FileLock>> WaitForFolder(const std::string& folder);
   ~FileLock();

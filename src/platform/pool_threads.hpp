@@ -61,7 +61,7 @@ bool YieldUntil(const Done& done) {
   return false;
 }
 
-/// Where a thread of a pool may run: wherever it might, but for the processor that its caller is on.
+/// Where a thread of a pool may run: wherever it might, except on the processor of its caller.
 class Affinity {
  public:
   /// A system that refuses leaves the thread where it might run before.

@@ -34,7 +34,7 @@ Topology ReadTopology(const std::string& root, const std::vector<int>& cpus);
 /// The processors that this process may run on.
 std::vector<int> AllowedCpus();
 
-/// Of this process; read once.
+/// The topology that this process sees; read once.
 const Topology& HostTopology();
 
 }  // namespace fusedmoe

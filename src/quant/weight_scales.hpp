@@ -13,7 +13,7 @@ namespace fusedmoe::weight_scales {
 
 inline constexpr float kLargestE4m3 = 448.0F;
 
-/// Of a group of weights.
+/// The extremes of a group of weights.
 struct Extremes {
   float low = 0.0F, high = 0.0F;  // zero is always inside, as every range of codes holds it
   float amax() const { return std::max(-low, high); }

@@ -31,14 +31,14 @@ using Lane = std::array<LanePiece, 3>;
 constexpr int64_t kLanes = 32;
 using Lanes = std::array<Lane, kLanes>;
 
-/// Of a layout that CheckWordLayout accepts.
+/// The lanes of a layout that CheckWordLayout accepts.
 Lanes LanesOf(WordLayout layout);
 
 /// Words that hold so many codes, a number that CheckCount accepts.
 int64_t WordsOf(WordLayout layout, int64_t codes);
 
-/// Of a word of codes of 4 or 8 bits, the highest bit of each: turned, it makes signed ones of those around
-/// the middle, and the other way round.
+/// The highest bit of each code of 4 or 8 bits in a word: flipping it makes signed codes of those around the
+/// middle, and the other way round.
 constexpr uint32_t SignBits(int bits) {
   return bits == 4 ? 0x88888888 : 0x80808080;
 }

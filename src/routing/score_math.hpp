@@ -62,8 +62,8 @@ FMOE_HOST_DEVICE inline double Log1pInDouble(double e) {
 
 }  // namespace score_math
 
-/// exp(x), rounded once but for one in some thousands. 0 below the smallest float, infinity above the
-/// largest, NaN of NaN.
+/// exp(x), correctly rounded except for one value in some thousands. 0 below the smallest float, infinity
+/// above the largest, NaN of NaN.
 FMOE_HOST_DEVICE inline float ScoreExp(float x) {
   if (x > 89.0F) {
     return FloatFromBits(0x7f800000U);

@@ -7,7 +7,7 @@ namespace fusedmoe {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-/// Of experts that cannot be chosen. No other choice is a NaN, whereas -inf may be that of an expert.
+/// Marks experts that cannot be chosen. No score of an expert is NaN here, whereas -inf may be one.
 constexpr float kOutOfChoice = std::numeric_limits<float>::quiet_NaN();
 
 /// The sum of term(0) ... term(num_experts - 1) in lanes (score_math.hpp).

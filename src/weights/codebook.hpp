@@ -11,7 +11,7 @@
 /// indices.
 namespace fusedmoe {
 
-/// Those of IQ4_NL and IQ4_XS, which kernels of cards have as constants.
+/// The numbers of IQ4_NL and IQ4_XS, which kernels of cards have as constants.
 inline constexpr std::array<int8_t, 16> kIq4Numbers = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                        1,    13,   25,  38,  53,  69,  89,  113};
 

@@ -177,7 +177,7 @@ struct FragmentPlaces {
   int scale_shift = 0;            ///< 1 << this row blocks have the same scales
 
   FMOE_HOST_DEVICE constexpr int64_t Codes(int64_t block) const { return block * block_bytes; }
-  /// Of the first unit; the next one's are scale_stride() bytes on.
+  /// Where the scales of the first unit begin; the next one's are scale_stride() bytes on.
   FMOE_HOST_DEVICE constexpr int64_t Scales(int64_t block) const {
     return scales + (block >> scale_shift) * scale_block_bytes;
   }

@@ -8,7 +8,7 @@
 namespace fusedmoe {
 namespace {
 
-/// Of codes around the middle of their range.
+/// The lowest and the highest code of some, counted from the middle of their range.
 struct Extremes {
   int lowest, highest;
 };

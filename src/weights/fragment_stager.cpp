@@ -34,7 +34,7 @@ Result<std::vector<int32_t>> OrderOf(const CanonicalMatrix& matrix) {
   return order;
 }
 
-/// Of a staged row.
+/// Bytes of the codes, and of the scales, of a staged row.
 int64_t CodeBytes(FragmentFormat format, int64_t cols) {
   return FragmentCols(format, cols) * FragmentTraitsOf(format).code_bits / 8;
 }

@@ -34,7 +34,7 @@ class FragmentStager {
   FragmentStager(FragmentStager&&) = default;
   FragmentStager& operator=(FragmentStager&&) = default;
 
-  /// Of the GEMM that the piece belongs to, and where its row blocks stand.
+  /// The format of the GEMM that the piece belongs to, and where its row blocks stand.
   FragmentFormat FormatOf(const FragmentPiece& piece) const { return FormatOf(piece.part); }
   FragmentPlaces PlacesOf(const FragmentPiece& piece) const;
   /// The fewest bytes that hold any piece of such an expert.

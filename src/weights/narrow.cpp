@@ -159,7 +159,7 @@ Result<Tensor> FewerNumbers(const Tensor& numbers, int64_t ratio, DType dtype, c
   return fewer;
 }
 
-/// All are one of `centers`, but for those beside scales of zero.
+/// Checks that all zero points are one of `centers`, except those beside scales of zero.
 Status CheckZeros(const CanonicalMatrix& matrix, std::array<float, 2> centers) {
   for (int64_t row = 0; row < matrix.zero_point.dim(0); ++row) {
     const auto* zeros = reinterpret_cast<const float*>(StoredRow(matrix.zero_point, row));

@@ -38,7 +38,7 @@ struct PackedPieces {
   int count;
 };
 
-/// Of four `four` of a set, the lowest bits first.
+/// The pieces of four number `four` of a set, the lowest bits first.
 static constexpr PackedPieces PackedPiecesOf(int bits, int four) {
   if (bits == 3) {
     return four < 6 ? PackedPieces{{{four / 2, four % 2 * 3, 0, 3}}, 1}

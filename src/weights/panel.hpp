@@ -52,7 +52,7 @@ enum class PanelScale : uint8_t {
   kI8,        ///< one byte, times the F16 unit of the row and block (WeightFormat::super_cols)
   kStripeF32  ///< one F32 for all rows of a stripe: in front of its blocks (PanelFormat::header_bytes)
 };
-/// Of one scale.
+/// Bytes and dtype of one scale.
 int64_t PanelScaleBytes(PanelScale scale);
 DType PanelScaleDType(PanelScale scale);
 
@@ -63,7 +63,7 @@ enum class PanelZero : uint8_t {
   kFloats,  ///< numbers, F32; scales beside them are F32 too
   kMinima   ///< beside kI8: a byte, times a unit of its own, that is taken from code * scale
 };
-/// Of one zero point.
+/// Bytes of one zero point.
 int64_t PanelZeroBytes(PanelZero zeros);
 
 /// Floats of 6 bits.
@@ -85,24 +85,24 @@ struct PanelFormat {
   int code_bits = 0;                    ///< of kU8: those that codes need, where these are 2, 3, 5 or 6
   bool operator==(const PanelFormat&) const = default;
 
-  /// Codes of up to eight bits but for floats of eight (weights/code_planes.hpp).
+  /// True for codes of up to eight bits, except floats of eight (weights/code_planes.hpp).
   bool in_planes() const { return IsPanelInteger(code) || DTypeBits(code) < 8; }
-  /// Of a code as it stands.
+  /// Bits that a code takes in the panel.
   int bits() const { return code_bits != 0 ? code_bits : DTypeBits(code); }
   int64_t code_bytes() const { return kPanelRows * block * bits() / 8; }
   bool has_zero_points() const { return zeros != PanelZero::kNone; }
-  /// Of one group in a block: its scales and zero points.
+  /// Bytes of the scales and zero points of one group in a block.
   int64_t group_bytes() const;
-  /// Of one block: the units of its scales and minima, which stand in front of them.
+  /// Bytes of the units of a block's scales and minima, which stand in front of them.
   int64_t unit_bytes() const;
   int64_t scale_bytes() const { return group == 0 ? 0 : unit_bytes() + block / group * group_bytes(); }
   int64_t block_bytes() const { return code_bytes() + scale_bytes(); }
   /// What stands in front of the blocks of a stripe: whole lines.
   int64_t header_bytes(int64_t blocks) const;
   int64_t stripe_bytes(int64_t blocks) const { return header_bytes(blocks) + blocks * block_bytes(); }
-  /// True where weights that ask for `other` lose nothing in this format: the same one, but for scales and
-  /// zero points that fp32 holds as well, scales of stripes that rows may have, and zero points that need not
-  /// be there.
+  /// True where weights that ask for `other` lose nothing in this format: it is the same, except that it may
+  /// have scales and zero points in fp32, scales of rows instead of stripes, and zero points that need not be
+  /// there.
   bool Holds(const PanelFormat& other) const;
   /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)", "n16k64(F8, F32 per 16x64)",
   /// "n16k128(IQ4, I8 per 32)", "n16k128(6 bits, I8 per 16)", "n16k128(IQ2 in 3 bits, I8 per 32)"

@@ -17,7 +17,7 @@ int64_t GroupColumns(const WeightFormat& format) {
   return format.block.col;
 }
 
-/// Of a super-block where the panel has units of such; else 0.
+/// Columns of a super-block where the panel has units of scales; else 0.
 int64_t SuperColumns(const WeightFormat& weight, const PanelFormat& format) {
   return format.scale == PanelScale::kI8 ? weight.super_cols : 0;
 }

@@ -29,9 +29,10 @@ class SuperRow {
  public:
   explicit SuperRow(const CanonicalMatrix& matrix);
 
-  /// Of a row of scales. False: one of them, or its zero point, is no integer of a byte in its unit.
+  /// Finds the integers of a row of scales. False: a scale, or its zero point, is no 8-bit integer of its
+  /// unit.
   bool Take(int64_t scale_row);
-  /// Of the scale column of that row.
+  /// The integers that belong to a scale column of that row.
   int8_t scale(int64_t col) const { return scales_[static_cast<size_t>(col)]; }
   int8_t minimum(int64_t col) const { return minima_[static_cast<size_t>(col)]; }
   /// The units of its super-block, F16.

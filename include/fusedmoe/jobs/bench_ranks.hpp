@@ -55,7 +55,7 @@ struct RankBenchRow {
   int64_t row_bytes = 0;          ///< of a dispatched row, with its ids, weights and padding
   int64_t combine_row_bytes = 0;  ///< of a row on its way back
   double seconds = 0;             ///< of one forward: the median of each rank, the slowest rank
-  /// Of one forward's exchanges between cards alone: 0 on CPUs, where exchanges are not apart.
+  /// What the exchanges of one forward take between cards; 0 on CPUs, where they are not timed apart.
   double exchange_seconds = 0;
   std::vector<RankTraffic> ranks;
   double rel_l2 = 0;  ///< of up to four tokens of each rank against the reference, the worst rank

@@ -49,8 +49,8 @@ struct ComparedValues {
   int64_t rows = 0;
   /// Ranks quantize the values between the GEMMs by scales of their own (RanksScaleApart).
   bool scales_apart = false;
-  /// Of the values between the GEMMs, relative to their root mean square: the largest of each group that has
-  /// a scale of its own, root mean square over all columns, and the largest of all.
+  /// Peaks of the values between the GEMMs, relative to their root mean square: that of each group with a
+  /// scale of its own (root mean square over all columns), and that of all.
   std::optional<double> group_peak, peak;
   /// What rounding activations to int8 (a8) changes in the reference, as a relative L2 norm.
   std::optional<double> a8;

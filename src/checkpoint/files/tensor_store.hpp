@@ -43,8 +43,9 @@ struct BlockParts {
 class TensorStore {
  public:
   /// A 4-bit matrix of bitsandbytes is listed as the 16- or 32-bit one that it decodes to, without the
-  /// tensors that go with it; `mlx`: the affine ones of MLX too, but for those of routed experts that keep
-  /// their codes (options.decode_blocks: none), and its other words as the bytes that they hold.
+  /// tensors that go with it; `mlx`: affine matrices of MLX too, except those of routed experts that keep
+  /// their codes (none with options.decode_blocks); other words of MLX are listed as the bytes that they
+  /// hold.
   static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory,
                                                          const CheckpointOptions& options,
                                                          const MlxGroups* mlx = nullptr);

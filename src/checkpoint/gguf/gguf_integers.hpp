@@ -138,7 +138,7 @@ void SuperScale(const std::byte* blocks, int64_t count, std::byte* out) {
   }
 }
 
-/// Those of the minima: the file's, or, of codes around a center, as many scales.
+/// The units of minima: the file's, or, for codes around a center, that center times the unit of scales.
 template <typename Type>
 void SuperMinimum(const std::byte* blocks, int64_t count, std::byte* out) {
   for (; count > 0; --count, blocks += Type::kBytes, out += 2) {

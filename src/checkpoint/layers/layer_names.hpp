@@ -70,8 +70,8 @@ std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family&
 /// Whether it would have names; far quicker.
 bool HasExperts(const TensorStore& store, const Family& family, const std::string& prefix);
 
-/// Of a layer without names: a tensor that only a layer with routed experts has (its router, its correction
-/// bias, one below "experts."), which says that they were lost; empty: a dense layer.
+/// For a layer without names: a tensor that only layers with routed experts have (the router, the correction
+/// bias, one below "experts."), so that the experts must have been lost; empty: a dense layer.
 std::string RemainsOfExperts(const TensorStore& store, const Family& family, const std::string& prefix);
 
 }  // namespace fusedmoe::checkpoint

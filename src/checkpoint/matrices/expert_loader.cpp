@@ -100,9 +100,9 @@ CanonicalMatrix& MatrixOf(CanonicalExpert& expert, Projection projection) {
                                          : expert.down;
 }
 
-// Of one matrix, by the names and types of its tensors; what cannot be read is reported by whoever loads it.
-// Whether an activation order is none is known when its values are read: of all experts where the metadata
-// say that there are such, else of the first.
+// Features of one matrix, by the names and types of its tensors; what cannot be read is reported by whoever
+// loads it. Only its values tell whether an activation order is trivial: they are read for all experts where
+// the metadata say that there are orders, else for the first.
 MatrixFeatures StoredFeatures(const LayerContext& context, const Located& located, bool first) {
   MatrixFeatures features;
   const Result<LinearFormat> format = RoutedFormat(context, located);

@@ -39,7 +39,7 @@ bool WordsAreRows(const LinearFormat& format, int64_t rows, int64_t cols) {
   }
 }
 
-// Of codes that are as wide as those stored: nothing is added to them.
+// For codes that are as wide as those stored: nothing is added to them.
 Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols) {
   const DType element = format.weight.element;
   const int64_t words = cols * format.bits / 32;

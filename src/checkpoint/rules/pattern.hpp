@@ -40,9 +40,9 @@ class Pattern {
 
   std::vector<Instruction> program_;
   std::vector<std::bitset<256>> classes_;
-  // Of each look-behind its alternatives: the classes of the characters that end at a position.
+  // The alternatives of each look-behind: the classes of the characters that end at a position.
   std::vector<std::vector<std::vector<int32_t>>> behinds_;
-  // Of each instruction: those that lead to it without a character.
+  // The instructions that lead to each instruction without a character.
   std::vector<std::vector<int32_t>> sources_;
   // Instructions of each look-ahead, inner ones first; the rest last.
   std::vector<std::vector<int32_t>> nests_;

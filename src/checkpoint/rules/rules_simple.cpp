@@ -129,7 +129,7 @@ Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path
 }
 
 // 4-bit matrices are decoded where they are read (four_bit_blocks.hpp), so no module is quantized there.
-// 8-bit rows are scaled by their largest magnitude; inputs, which bitsandbytes rounds to 8 bits but for
+// 8-bit rows are scaled by their largest magnitude; inputs, which bitsandbytes rounds to 8 bits except for
 // outliers, stay as they are.
 Result<QuantRules> ReadBitsAndBytesRules(const JsonValue& spec, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const bool eight_bits, Flag(spec, "load_in_8bit", false, path));

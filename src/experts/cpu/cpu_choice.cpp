@@ -183,7 +183,7 @@ TileChoice ChooseTile(const MoeProblem& problem, const Machine& machine, WeightK
   if (activation.element == DType::kI8 && (whole_rows || whole_units)) {
     return both(kTileA8, RowRule::kCodes);
   }
-  // Groups of activations and weights begin in the same places, but for slices for ranks.
+  // Groups of activations and weights begin in the same places, except in slices for ranks.
   if (has(kTileMx) && DTypeBits(*activation.element) == 6 && activation.scale_dtype == DType::kF8E8M0 &&
       group == GroupShape{1, 32} && problem.config.parallel.tp_size == 1) {
     return both(kTileMx, RowRule::kFakeQuantized);

@@ -21,7 +21,7 @@ Isa IsaOf(const MoeProblem& problem, const Machine& machine);
 /// Scales in the type that the weights have, with zero points where they have some.
 Result<PanelFormat> PanelOf(const MoeProblem& problem);
 
-/// Of the matrices of a GEMM as they were stored; empty: not known, or no kernel reads it.
+/// The panel format of a GEMM's matrices as they were stored; empty: not known, or no kernel reads it.
 std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const StoredIntegers& stored);
 
 /// Whether tiles are cut and filled for such weights as for those of the plan's first GEMM: both meet the

@@ -13,9 +13,9 @@ namespace {
 
 constexpr int64_t kFewestTokens = 64;
 
-/// Shares of super-blocks are whole blocks of the panel as long as these go round (IntermediateShare): a rank
-/// that has more than one has nothing else. Shares know the format of the layer only: groups and super-blocks
-/// that are longer than its own are cut.
+/// Shares of super-blocks are whole blocks of the panel as long as there are enough of them for all ranks
+/// (IntermediateShare): a rank that has more than one has nothing else. Shares know the format of the layer
+/// only: groups and super-blocks that are longer than its own are cut.
 bool CutsBlocks(const MoeProblem& problem, const GemmShape& shape) {
   const WeightFormat& weight = problem.scheme.weight;
   if (shape.narrow && (problem.weights.down_stored.group > weight.block.col ||

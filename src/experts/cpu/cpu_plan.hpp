@@ -106,7 +106,7 @@ struct CpuPlan {
   MatrixUnitPlan matrix_unit;
 
   const GemmShape& shape(Gemm gemm) const { return gemm == kDown ? down : gate_up; }
-  /// Of the longer rows, padding included.
+  /// Columns of the longer rows, padding included.
   int64_t widest_cols() const { return std::max(gate_up.padded_cols, down.padded_cols); }
 };
 

@@ -34,8 +34,8 @@ struct ExpertPanels {
   const MatrixPanels& matrix(Gemm gemm) const { return gemm == kDown ? down : gate_up; }
 };
 
-/// Of the panels of one expert and what always stands beside them: row scales, tensor scales of activations,
-/// biases where there are some.
+/// Bytes of the panels of one expert and of what always stands beside them: row scales, tensor scales of
+/// activations, biases where there are some.
 int64_t PreparedExpertBytes(const CpuPlan& plan, bool has_bias);
 
 /// Canonical experts to panels, one after the other, in parallel.

@@ -41,7 +41,7 @@ PanelTransform TransformOf(const PanelFormat& format) {
   }
 }
 
-/// Of a column that is turned, and where it stands (`TurnCodes`).
+/// The bytes of a column that is turned, and where it stands (`TurnCodes`).
 int64_t ColumnBytes(PanelTransform transform) {
   return transform == kPanelNibbles ? kPanelRows / 2 : kPanelRows;
 }

@@ -58,12 +58,12 @@ class PanelPacker {
   };
   Source source_;
   uint32_t nan_rows_ = 0;  ///< of the present stripe
-  /// Of the kernels; what is the same for all stripes is set once.
+  /// Arguments of the kernels; what is the same for all stripes is set once.
   PanelArguments codes_{};
   ColumnsArguments ordered_{};
   std::vector<uint8_t> turned_;  ///< columns of the present stripe; none: they are in order
   std::vector<int32_t> places_;  ///< in turned_, of the columns of the panel
-  /// Of weights that become products: sixteen rows of them, and the scales of the columns that they share.
+  /// Where weights become products: sixteen rows of these, and the scales of the columns that they share.
   std::vector<uint16_t> products_;
   std::vector<float> even_scales_, odd_scales_;
   const std::byte* column_scales_ = nullptr;  ///< whose they are

@@ -30,7 +30,7 @@ class PanelSides {
 
   /// Lines of the stripe of rows [first_row, first_row + rows); zeros for rows that do not exist.
   void Pack(int64_t first_row, int64_t rows);
-  /// Those of the last Pack; null: empty.
+  /// The lines of the last Pack; null: empty.
   const uint8_t* lines() const { return lines_.empty() ? nullptr : lines_.data(); }
   /// Asks for what Pack will read.
   void Prefetch(int64_t first_row) const;

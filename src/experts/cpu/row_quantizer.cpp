@@ -45,7 +45,7 @@ std::optional<CodeGrid> GridOf(const ActivationFormat& format) {
   }
 }
 
-/// Of a group of a row; all of it where it is shorter.
+/// Columns of a group of a row; the whole row where it is shorter.
 int64_t GroupOf(const ActivationFormat& format, int64_t count) {
   return std::min(GroupColumns(format, count), std::max<int64_t>(count, 1));
 }

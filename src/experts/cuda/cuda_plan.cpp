@@ -168,7 +168,8 @@ bool MayRoundRows(const CudaPlan& plan) {
 
 namespace {
 
-/// Of a weight that is rounded to BF16 with its scale, which is rounded before if it has to be.
+/// Relative error of a weight that is rounded to BF16 with its scale, which is rounded before if it has to
+/// be.
 double RoundedScaleError(const WeightFormat& weight) {
   const bool exact_scale =
       weight.block_scale_dtype == DType::kBF16 || weight.block_scale_dtype == DType::kF8E4M3;

@@ -14,7 +14,7 @@ namespace fusedmoe {
 
 /// The reference as an Experts implementation. Output: [M, k, H] F32 unweighted rows (kContiguous), or
 /// [E_local, rows, H] (kDelegate, BatchedExperts); each slot is computed alone, so that the result of a token
-/// depends neither on its neighbours (but for per-tensor dynamic scales, which are defined over the batch)
+/// depends neither on its neighbours (except for per-tensor dynamic scales, which are defined over the batch)
 /// nor on ranks.
 class ReferenceExperts final : public Experts {
  public:

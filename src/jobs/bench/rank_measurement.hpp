@@ -65,7 +65,7 @@ class RankMeasurement {
   /// Forwards that fill the row's time, of which the first took `seconds` here: the same number on all ranks,
   /// which wait for one another.
   Result<int64_t> AgreeOnForwards(double seconds);
-  /// Of the traffic of `forwards` forwards, and what one of them took here, the figures of all ranks.
+  /// Gathers from all ranks the traffic of `forwards` forwards, and what one of them took there.
   Status Collect(double seconds, int64_t forwards, double minimum);
   /// Bytes of values and scales of a dispatched row, and whether they are codes: of the two forms that a row
   /// can have, that which has the width that was seen.

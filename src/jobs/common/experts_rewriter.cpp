@@ -104,7 +104,7 @@ void AppendAsPython(const Json& value, size_t indent, std::string& text) {
   text += "\n" + std::string(indent, ' ') + (value.is_object() ? "}" : "]");
 }
 
-// Of a weight that need not be there.
+// The bias that belongs to a weight; empty when the weight is, which need not be there.
 std::string BiasOf(const std::string& weight) {
   return weight.empty() ? weight : weight.substr(0, weight.rfind('.')) + ".bias";
 }

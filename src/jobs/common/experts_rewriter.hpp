@@ -27,7 +27,7 @@ struct SourceLayer {
   bool has_bias = false;
   /// Dtype of bias tensors; F32 where biases of experts were cut out of a fused tensor of another dtype.
   DType bias_dtype = DType::kF32;
-  /// Of GGUF files: the names that the layer gets.
+  /// GGUF files only: the names that the layer gets.
   std::optional<checkpoint::LayerNames> renamed;
 };
 

@@ -144,7 +144,7 @@ Status CheckNoMount(const fs::path& folder) {
       .WithHint("name a new folder in it");
 }
 
-/// Of a link to a folder the folder, which is written while the link stays. A link to a file is replaced.
+/// A link to a folder is followed: the folder is written and the link stays. A link to a file is replaced.
 Result<fs::path> BehindLinks(const fs::path& path) {
   std::error_code error;
   if (!fs::is_symlink(path, error)) {

@@ -41,7 +41,7 @@ class UnfinishedOutput {
   /// Where the files are until Commit.
   const std::string& path() const { return temporary_; }
   bool single_file() const { return single_file_; }
-  /// Of the GGUF file in it.
+  /// Name of the GGUF file in it.
   const std::string& gguf_name() const { return gguf_name_; }
   std::string gguf_path() const { return temporary_ + "/" + gguf_name_; }
   /// Moves the directory, or the file, to its final name.

@@ -83,7 +83,7 @@ Difference Compare(const CanonicalMatrix& before, const CanonicalMatrix& after, 
     }
   }
   if (input_scales) {
-    // Those of inputs before they are smoothed, where one factor does that.
+    // Compared as scales of inputs that are not smoothed yet, where one factor smooths all columns.
     const float in = before.input_tensor_scale.value_or(0.0F) / UniformSmoothing(before).value_or(1.0F);
     const float out = after.input_tensor_scale.value_or(0.0F) / UniformSmoothing(after).value_or(1.0F);
     if (Relative(in, out) > 0x1p-22) {

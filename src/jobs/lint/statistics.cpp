@@ -59,7 +59,7 @@ MatrixStatistics Measure(const CanonicalMatrix& matrix) {
   std::vector<float> values(cols), codes(cols);
   const DType element = matrix.format.element;
   const bool bytes = DTypeBits(element) == 8;
-  // Of integers around a center; where each has a zero point of its own, both ends are used.
+  // Integers lie around a center; those with a zero point of their own use both ends.
   const bool centered = element == DType::kU8 && matrix.zero_point.empty();
   const bool counts = bytes && (element != DType::kU8 || centered) && !HasSmallGroups(matrix.format);
   const float limit = centered ? 127.0F : LargestValue(element), full = FullCode(matrix);

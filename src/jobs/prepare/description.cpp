@@ -153,7 +153,7 @@ class FieldReader {
       Object(name, value.emplace());
     }
   }
-  /// Of the values read so far: `holds()`, or the field is a mistake.
+  /// A condition on the values read so far: unless it `holds()`, the field is refused.
   template <typename Condition>
   void Require(const char* name, Condition holds, const char* required) {
     if (status_.ok() && !holds()) {

@@ -41,7 +41,7 @@ Status WritePreparedFile(const PreparedFile& file, const std::string& path, cons
 /// Reads and checks everything but the digests of tensors: the file is untrusted.
 Result<PreparedFile> ReadPreparedFile(const std::string& path);
 
-/// Of all fields but the digest itself.
+/// The digest of all fields except itself.
 std::string MetadataDigest(const SafetensorsMetadata& metadata);
 
 /// Puts the digest of all other fields into the metadata.

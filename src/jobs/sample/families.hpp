@@ -20,7 +20,7 @@ enum class ExpertForm : uint8_t {
 /// Sizes after defaults have been filled in.
 struct Sizes {
   int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0, num_layers = 0, latent = 0;
-  /// Of the rows that routed experts read.
+  /// Width of the rows that routed experts read.
   int64_t expert_hidden() const { return latent > 0 ? latent : hidden; }
 };
 

@@ -19,7 +19,7 @@ Result<Tensor> RandomTensor(uint64_t seed, std::string_view name, DType dtype, c
 
 /// Routers, projections, shared and routed experts of all layers, in the order in which a checkpoint of this
 /// family has them. `storage` says how quantized weights lie in their tensors; null: unquantized. The units
-/// hold what they need but for the family's row.
+/// hold all they need, except `family`, which must outlive them.
 std::vector<jobs::Unit> UnitsOf(const SampleOptions& options, const FamilyRow& family, const Sizes& sizes,
                                 const Scheme& scheme, const checkpoint::StorageRow* storage);
 

@@ -17,7 +17,7 @@ const std::byte* HiddenRow(const PrepareInput& input, int64_t token) {
   return input.hidden.data() + token * input.hidden.stride_bytes(0);
 }
 
-/// Of rows before they are quantized: router weights multiply them in F32.
+/// dtype of rows before they are quantized: router weights multiply them in F32.
 DType RowType(const PrepareInput& input) {
   return input.router_weight_on_input ? DType::kF32 : input.hidden.dtype();
 }

@@ -8,7 +8,7 @@ namespace fusedmoe {
 
 /// kBadInput when a tensor that the step needs is not there.
 Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert);
-/// Of steps without a loss.
+/// The way back, for steps without a loss.
 Status InvertOn(const LayoutStep& step, ExpertTensors& expert);
 
 }  // namespace fusedmoe

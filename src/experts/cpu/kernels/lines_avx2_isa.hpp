@@ -87,7 +87,7 @@ FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
   StoreInts(p + 32, line[1]);
 }
 
-/// Of every byte the bits of `mask`, and `least` at least.
+/// Each byte keeps the bits of `mask`, and is raised to those of `least` if it is below.
 FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
   return _mm256_max_epu8(_mm256_and_si256(x, _mm256_set1_epi32(mask)), _mm256_set1_epi32(least));
 }

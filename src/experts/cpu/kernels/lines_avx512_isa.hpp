@@ -44,7 +44,7 @@ FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
   _mm512_storeu_si512(p, x);
 }
 
-/// Of every byte the bits of `mask`, and `least` at least.
+/// Each byte keeps the bits of `mask`, and is raised to those of `least` if it is below.
 FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
   return _mm512_max_epu8(_mm512_and_si512(x, _mm512_set1_epi32(mask)), _mm512_set1_epi32(least));
 }

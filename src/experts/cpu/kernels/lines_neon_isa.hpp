@@ -46,7 +46,7 @@ FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
   });
 }
 
-/// Of every byte the bits of `mask`, and `least` at least.
+/// Each byte keeps the bits of `mask`, and is raised to those of `least` if it is below.
 FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
   const Ints masked = IntAnd(x, IntSet(mask));
   const uint8x16_t floor = vreinterpretq_u8_s32(vdupq_n_s32(least));

@@ -8,8 +8,8 @@
 #include "experts/cpu/kernels/pack_isa.hpp"
 
 /// Activations to the grids of schemes, many at once, with the bits of QuantizeRow (quant/): the largest
-/// magnitudes, and the rounding. Scales of groups are few and stay with the scalar formulas, but for those of
-/// NVFP4, one for every 16 values.
+/// magnitudes, and the rounding. Scales of groups are few and stay with the scalar formulas, except for those
+/// of NVFP4, one for every 16 values.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 

@@ -11,7 +11,7 @@ struct JobRow {
   int64_t step_bytes;
   float *scales, *sums;
   int64_t stride;  ///< from one scale or sum to the next
-  /// Of a row that comes quantized.
+  /// The source, where the row comes quantized.
   const std::byte *codes, *code_scales;
 };
 

@@ -28,7 +28,7 @@ struct MatrixUnit {
 
   const TileKernels* kernels = nullptr;  ///< null: no matrix unit, or not for this layer
   Kernels gemms[kNumGemms];
-  /// Of each expert's gate and up, and down, as the sums need them; empty: as in the panels.
+  /// Row scales of each expert's gate and up, and down, as the sums need them; empty: as in the panels.
   std::vector<float> row_scales;
   bool shared_rows = false;   ///< every expert sees the same rows
   bool direct_mid = false;    ///< the activation writes the tokens of the second GEMM

@@ -31,10 +31,10 @@ struct MatrixUnitPlan {
   int64_t weight_group = 0;  ///< k that share a scale of a row of weights, where sums are scaled in groups
   MatrixUnitGemm gemms[2];   ///< of gate and up, and of down
   int64_t shared_rows = 0;   ///< tokens that several experts of a piece share
-  /// Of one job, at most: its packed tokens stay in L2 beside the weights (measured at 1024 tokens: 28 % of
-  /// the peak in one job, 50 % in four).
+  /// Most tokens of one job: packed they stay in L2 beside the weights (measured at 1024 tokens: 28 % of the
+  /// peak in one job, 50 % in four).
   int64_t job_tokens = kMaxJobTokens;
-  /// Of small jobs that go through the layer together, at most: five sixteenths of L2 for their tokens leave
+  /// Most rows of small jobs that go through the layer together: five sixteenths of L2 for their tokens leave
   /// room for intermediate rows and what passes through (half of L2 took 1.2 to 1.4 % longer: NVFP4 with 64
   /// and 128 tokens an expert, FP8 with 128, INT8 with 256).
   int64_t group_rows = kMaxJobTokens;

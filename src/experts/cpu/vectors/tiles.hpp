@@ -44,12 +44,12 @@ struct PieceTiles {
   int64_t num_experts = 0, num_slots = 0;  ///< that they hold
   /// Where tokens stand in them, one tile behind the other. Up has gate's where it sees the same input.
   std::byte* packed[kNumOperands] = {};
-  /// Of each slot its tile of one token, where kernels read that.
+  /// The tile of one token of each slot, where kernels read such tiles.
   void** slot_rows[kNumOperands] = {};
   /// Tokens that are packed once, by their numbers (TokenNumbers): tiles of one token, which kernels read
   /// until gate and up are multiplied.
   std::byte* token_rows[2] = {};
-  // Of the packing tasks: two rows in fp32, and the tokens of one tile.
+  // Buffers of the packing tasks: two rows in fp32, and the tokens of one tile.
   float* row_buffers = nullptr;
   std::byte* task_rows = nullptr;
 };

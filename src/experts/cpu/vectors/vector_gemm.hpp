@@ -111,7 +111,7 @@ class TileViews {
  public:
   TileViews(const VectorGemm& gemm, const TileRange& batch, const Stretch& stretch);
 
-  /// Those of the tiles from `tile` on; part 1: of up, where it has its own.
+  /// The views of the tiles from `tile` on; part 1: those of up, where it has its own.
   const TileView* From(int64_t tile, int64_t part = 0) const { return of_[part] + (tile - batch_.begin); }
 
   /// What comes behind the stripes that end at `done` is asked for while these are multiplied.

@@ -9,8 +9,8 @@ namespace fusedmoe::cuda {
 namespace {
 
 constexpr int64_t kAlign = 256;
-/// Of weights; below, decode of 4-bit integers takes 0.4 to 0.8 us longer with additions (20 to 80 MB), above
-/// 0.2 to 8 us less (from 155 MB on): docs/kernels_cuda.md.
+/// Bytes of weights from which on 4-bit integers are decoded with additions: that takes 0.4 to 0.8 us longer
+/// below (20 to 80 MB), and 0.2 to 8 us less above (from 155 MB on): docs/kernels_cuda.md.
 constexpr int64_t kManyBytes = int64_t{128} << 20;
 /// Token rows may take this much without costing ring slots.
 constexpr int64_t kEasyRows = 64 << 10;
@@ -49,7 +49,7 @@ bool HasManyExperts(const LayerShape& shape, const DeviceLimits& limits) {
   return 2 * shape.num_local_experts >= limits.num_sms;
 }
 
-/// Of weights, where each route names an expert of its own as far as there are some.
+/// Bytes of weights that a call reads, if its routes name different experts as far as there are enough.
 int64_t BytesToRead(const LayerShape& shape, int64_t routes) {
   const int64_t experts = shape.batched ? shape.num_local_experts : shape.num_experts;
   const int64_t named =

@@ -215,7 +215,7 @@ struct PrefillKernels {
 #define FMOE_PREFILL_DECLARE(id, name, code, bits, scale, group) PrefillKernels PrefillKernels_##id();
 FMOE_FRAGMENT_FORMATS(FMOE_PREFILL_DECLARE)
 #undef FMOE_PREFILL_DECLARE
-/// Those that multiply codes by codes (MultipliesCodes): prefill_codes_sm90.cuh.
+/// The kernels that multiply codes by codes (MultipliesCodes): prefill_codes_sm90.cuh.
 PrefillKernels PrefillCodeKernels_kFp8();
 PrefillKernels PrefillCodeKernels_kFp8Block();
 PrefillKernels PrefillCodeKernels_kInt8();  ///< no panel: scales of whole rows
