@@ -18,7 +18,8 @@ SOURCE = re.compile(r"`([\w./-]+\.(?:cpp|hpp|inc|cu|cuh))`")
 # Classes and functions: `GateUpTasks`, of which a page may name a part (`HalfAway` of several functions).
 NAME = re.compile(r"`([A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+)`")
 # Of vLLM, the last of transformers.
-OF_OTHERS = ("DeepGemmFP4Experts", "FlashinferMoeBackend", "NvFp4MoeBackend", "Qwen3MoeSparseMoeBlock")
+OF_OTHERS = ("DeepGemmFP4Experts", "FlashinferMoeBackend", "NvFp4MoeBackend", "Qwen3MoeSparseMoeBlock", "RoutingMethodType",
+             "ScaleDesc")
 BINARY = (".safetensors", ".bin", ".png", ".npz", ".npy", ".gz")
 # These hold the patterns, or examples of what they find.
 OWN = ("tools/check_words.py", "tools/check_names.py", "tests/tools/check_test.py")
