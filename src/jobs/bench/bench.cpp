@@ -27,7 +27,7 @@ Result<MoeConfig> ConfigFor(const Problem& problem, const BenchOptions& options)
   return config;
 }
 
-Status CheckOptions(const BenchOptions& options) {
+Status CheckBenchOptions(const BenchOptions& options) {
   if (options.problems.empty()) {
     return Status::Usage("no problem to measure");
   }
@@ -115,7 +115,7 @@ class SchemeRun {
 }  // namespace
 
 Result<BenchReport> RunBench(const BenchOptions& options) {
-  FMOE_RETURN_IF_ERROR(CheckOptions(options));
+  FMOE_RETURN_IF_ERROR(CheckBenchOptions(options));
   // Names first: a misspelt one at the end must not cost the minutes before it.
   for (const Problem& problem : options.problems) {
     FMOE_RETURN_IF_ERROR(ConfigFor(problem, options).status());

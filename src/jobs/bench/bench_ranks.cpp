@@ -11,7 +11,7 @@
 namespace fusedmoe {
 namespace {
 
-Status CheckOptions(const RankBenchOptions& options) {
+Status CheckRankOptions(const RankBenchOptions& options) {
   if (options.tokens.empty()) {
     return Status::Usage("tokens is empty; at least one token count is required");
   }
@@ -34,7 +34,7 @@ Status CheckOptions(const RankBenchOptions& options) {
 
 Result<std::vector<RankBenchRow>> RunRankBench(const RankBenchOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const MoeConfig config, bench::ConfigOf(options.problem, options.num_experts));
-  FMOE_RETURN_IF_ERROR(CheckOptions(options));
+  FMOE_RETURN_IF_ERROR(CheckRankOptions(options));
   const int64_t sizes[] = {config.hidden, config.intermediate};
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme,
                         ParseScheme(options.scheme.empty() ? options.problem.scheme : options.scheme, sizes));

@@ -124,7 +124,7 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
     plan.tile_tokens[gemm] = plan.codes || (HasLargeTiles(format) && !promotes) ? tile : 64;
   }
   plan.grid = limits.num_sms;
-  plan.shared_bytes = kSharedBytes;
+  plan.shared_bytes = kMostSharedBytes;
 
   PlaceScratch(shape, mid, num_tokens, plan);
   const bool may_cut = !shape.batched && mid != MidKind::kQuantizedByBatch;
