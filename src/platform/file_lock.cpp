@@ -18,9 +18,13 @@ Result<std::unique_ptr<FileLock>> FileLock::Take(const std::string& path) {
     return NotCreated(path, errno);
   }
   std::unique_ptr<FileLock> lock(new FileLock(descriptor));
+  int refused = 0;
+  while ((refused = flock(descriptor, LOCK_EX | LOCK_NB) == 0 ? 0 : errno) == EINTR) {
+  }
   struct stat own = {}, there = {};
-  // Whoever held it may have removed the file since it was opened here.
-  const bool taken = flock(descriptor, LOCK_EX | LOCK_NB) != 0 || fstat(descriptor, &own) != 0 ||
+  // Whoever held it may have removed the file since it was opened here. Any other refusal means that the file
+  // system has no locks.
+  const bool taken = refused == EWOULDBLOCK || fstat(descriptor, &own) != 0 ||
                      stat(path.c_str(), &there) != 0 || own.st_ino != there.st_ino;
   if (taken) {
     return Status::Usage("another process is at work there").WithFile(path);

@@ -11,7 +11,8 @@ namespace fusedmoe::platform {
 /// latest, when the process ends, however it ends.
 class FileLock {
  public:
-  /// Creates the file where it is missing. kUsage when somebody else holds it.
+  /// Creates the file where it is missing. kUsage when somebody else holds it. File systems without locks do
+  /// not keep anybody out.
   static Result<std::unique_ptr<FileLock>> Take(const std::string& path);
   /// Locks a folder, which must exist, for a moment's work on what is in it: waits until nobody else holds it.
   /// File systems without locks do not keep anybody out.

@@ -106,10 +106,22 @@ OutputFile::~OutputFile() {
 }
 
 Status OutputFile::Resize(int64_t size) {
-  if (ftruncate(descriptor_, size) != 0) {
-    return Status::System(fmt::format("cannot reserve {} bytes: {}", size, ErrorText(errno))).WithFile(path_);
+  const auto retried = [](const auto& call) {
+    int error = 0;
+    while ((error = call() == 0 ? 0 : errno) == EINTR) {
+    }
+    return error;
+  };
+  int error = retried([&] { return ftruncate(descriptor_, size); });
+#if defined(__linux__)
+  if (error == 0 && size > 0) {
+    error = retried([&] { return fallocate(descriptor_, 0, 0, size); });
+    error = error == EOPNOTSUPP || error == ENOSYS ? 0 : error;  // the disk shows it later, then
   }
-  return Status::Ok();
+#endif
+  return error == 0 ? Status::Ok()
+                    : Status::System(fmt::format("cannot reserve {} bytes: {}", size, ErrorText(error)))
+                          .WithFile(path_);
 }
 
 Status OutputFile::Append(std::span<const std::byte> bytes) {
@@ -123,7 +135,9 @@ Status OutputFile::WriteAt(int64_t offset, std::span<const std::byte> bytes) {
 }
 
 Status OutputFile::Commit() {
-  int result = fsync(descriptor_);
+  int result = 0;
+  while ((result = fsync(descriptor_)) != 0 && errno == EINTR) {
+  }
   result = result == 0 || errno == EINVAL ? 0 : result;
   // A name that exists cannot be given, and rename alone replaces.
   while (result == 0 && temporary_.empty()) {

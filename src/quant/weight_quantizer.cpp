@@ -90,10 +90,16 @@ class Quantizer {
       two_level_ = ChooseTwoLevelScale(job_, amax);
       tensor_scale_ = two_level_.tensor_scale;
     } else {
-      tensor_scale_ = amax > 0.0F && amax / job_.divisor > 0.0F ? amax / job_.divisor : 1.0F;
+      tensor_scale_ = ScaleOf(amax);
     }
     result_.tensor_scale = tensor_scale_;
     return Status::Ok();
+  }
+
+  /// 1 where the quotient would be zero, also of the smallest amax: zeros are divided by it.
+  float ScaleOf(float amax) const {
+    const float scale = amax / job_.divisor;
+    return scale > 0.0F ? scale : 1.0F;
   }
 
   /// Rows [begin, end) share their block scales.
@@ -126,7 +132,7 @@ class Quantizer {
     if (!format.has_block_scale()) {
       if (format.has_channel_scale) {
         const float amax = extremes_[0].amax();
-        const float scale = amax > 0.0F && amax / job_.divisor > 0.0F ? amax / job_.divisor : 1.0F;
+        const float scale = ScaleOf(amax);
         result_.channel_scale.mutable_view().as<float>()[first_row] = scale;
         divisors_[0] = scale;
       }
@@ -160,7 +166,7 @@ class Quantizer {
           ChooseZero(first_row, block);
         }
       } else {
-        const float scale = amax == 0.0F ? 1.0F : amax / job_.divisor;
+        const float scale = ScaleOf(amax);
         divisors_[block] = StoreScale(format.block_scale_dtype, scale_row, index, scale);
       }
     }

@@ -16,7 +16,7 @@ inline constexpr float kLargestE4m3 = 448.0F;
 /// The extremes of a group of weights.
 struct Extremes {
   float low = 0.0F, high = 0.0F;  // zero is always inside, as every range of codes holds it
-  float amax() const { return std::max(-low, high); }
+  float amax() const { return std::max(high, -low); }  // in this order +0 of zeros, never -0
   void Take(float value) {
     low = std::min(low, value);
     high = std::max(high, value);

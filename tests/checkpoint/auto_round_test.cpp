@@ -45,6 +45,22 @@ TEST(AutoRound, NegativeScalesOfRows_AreAutoRoundsAlone) {
   EXPECT_EQ(gate->view().as<float>()[0], -1.5F) << "code 3 times -0.5";
 }
 
+// Its to_standard_regex makes ".*experts.*" of the name "experts": no character there is one of patterns
+// alone but the stars. Names come before patterns, wherever they stand.
+TEST(AutoRound, PatternsOfStarsAndDots_AreRegularExpressions) {
+  TinyModel model("autoround");
+  auto& quantization = model.config["quantization_config"];
+  const auto as_stored = quantization["bits"];
+  quantization["bits"] = 8;
+  for (const char* pattern : {".*experts.*", ".*experts.[0-9]+.*", "expert[s]", "experts.+"}) {
+    quantization["extra_config"] = {{pattern, {{"bits", as_stored}}}};
+    EXPECT_TRUE(LoadEverything(model).ok()) << pattern << ": " << LoadEverything(model).ToString();
+  }
+  quantization["extra_config"] = {{".*", {{"bits", 8}}},
+                                  {"model.layers.0.mlp.experts", {{"bits", as_stored}}}};
+  EXPECT_TRUE(LoadEverything(model).ok()) << LoadEverything(model).ToString();
+}
+
 // auto-round 0.16 as auto_awq: symmetric, and yet with zero points, which the kernels of AutoAWQ and vLLM
 // use.
 TEST(AutoRound, ZeroPointsOfAwq_AreReadWhereverTheyAre) {

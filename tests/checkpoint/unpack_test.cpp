@@ -106,21 +106,23 @@ TEST(UnpackCodes_, PutEveryCodeWhereItsLayoutHasIt) {
   }
 }
 
-TEST(UnpackZeroPoints_, AddOneWithoutCarryingIntoTheNeighbour) {
+// GPTQModel takes one away from all fields of a word of 2, 4 or 8 bits at once: zero points of 0 and 5 are
+// written as 15 and 3, since the first borrows from the second. Of 3 bits it takes it from each.
+TEST(UnpackZeroPoints_, GiveBackWhatAZeroPointOfZeroBorrowed) {
   LinearFormat format;
   format.packing = Packing::kGptq;
-  format.bits = 4;
-  const auto zeros = [&](uint32_t word, bool zero_plus_one) {
+  const auto zeros = [&](uint32_t word, bool zero_plus_one, int bits = 4) {
     format.zero_plus_one = zero_plus_one;
+    format.bits = bits;
     Tensor stored = *Tensor::Allocate(DType::kI32, Shape{1, 1});
     *stored.mutable_view().as<uint32_t>() = word;
-    const Result<Tensor> unpacked = UnpackZeroPoints(format, stored, 8, 1);
+    const Result<Tensor> unpacked = UnpackZeroPoints(format, stored, 32 / bits, 1);
     EXPECT_TRUE(unpacked.ok()) << unpacked.status().ToString();
     const auto* values = unpacked->view().as<uint8_t>();
     return std::vector<int>(values, values + unpacked->shape().count());
   };
-  // A stored 15 beside a stored 3: adding 0x11111111 to the word would give 0 and 5.
-  EXPECT_EQ(zeros(0x0000003fU, true), (std::vector<int>{0, 4, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(zeros(0x0000003fU, true), (std::vector<int>{0, 5, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(zeros(0x000003ffU, true, 8), (std::vector<int>{0, 5, 1, 1}));
   EXPECT_EQ(zeros(0x0000003fU, false), (std::vector<int>{15, 3, 0, 0, 0, 0, 0, 0}));
   // Symmetric files: 0x77777777 in version 1 and 0x88888888 in version 2 both mean 8.
   EXPECT_EQ(zeros(0x77777777U, true), std::vector<int>(8, 8));

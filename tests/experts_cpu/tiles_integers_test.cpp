@@ -378,6 +378,16 @@ TEST(Tiles_Integers, OfGguf_HaveTheSameBits) {
   }
 }
 
+/// 2^17 products of -128 and -128 are 2^31.
+TEST(Tiles_Integers, SumsBeyond32Bits_AreLeftToVectors) {
+  Layer layer = TileLayer({.scheme = "int8_w8a8", .hidden = 128, .intermediate = 128});
+  for (const int64_t hidden : {131008, 131072}) {
+    layer.problem.config.hidden = hidden;
+    EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, MachineWithTiles()).matrix_unit.enabled, hidden < 131072)
+        << hidden;
+  }
+}
+
 /// Panels of two formats, in both modes of the plan.
 TEST(Tiles_Integers, OfTwoTypes_HaveAFormatForEachGemm) {
   Layer layer = TileLayer({.scheme = "int8_w8a16:g32", .hidden = 128, .intermediate = 128});

@@ -21,6 +21,7 @@ CpuCosts Example() {
   costs.version = FUSEDMOE_VERSION_STRING;
   costs.threads = 2;
   costs.rows = {{"nvfp4_w4a16", "amx", "nvfp4", "a16", false, {1, 2, 3, 0, 4.5}, {5, 6, 7, 8, 9}, true, 0.25},
+                {"int4_w4a16:g128:a8", "avx2", "u4_g128", "a8", false, {1, 2, 3, 0, 4}, {}, false, 0},
                 {"int8_w8a8", "avx2", "u8", "a8", true, {1.5, 0, 0, 0, 1e-3}, {}, false, 0}};
   return costs;
 }

@@ -24,7 +24,7 @@ TEST(ActivationRules, Names_AreUniqueAndFound) {
   EXPECT_EQ(*ActivationRuleByName("exact"), ActivationRule{});
   const auto unknown = ActivationRuleByName("exakt");
   EXPECT_EQ(unknown.status().code(), StatusCode::kUsage);
-  EXPECT_NE(unknown.status().hint().find("compressed_tensors_int8"), std::string::npos);
+  EXPECT_NE(unknown.status().message().find("compressed_tensors_int8"), std::string::npos);
 }
 
 TEST(ActivationRules, Documentation_ListsThemInThisOrder) {

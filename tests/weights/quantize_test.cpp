@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -150,6 +152,37 @@ double ErrorBound(const WeightFormat& format) {
       return 0.006;
     default:
       return 0.01;
+  }
+}
+
+// Pruned weights: a scale of -0 is refused by every reader, and one of +0 makes NaN of zeros.
+TEST(QuantizeWeights_GroupsOfZerosAndTheSmallestNumbers, HaveScalesAboveZero) {
+  Tensor weights = Normal(128, 256, 3);
+  auto* const values = weights.mutable_view().as<float>();
+  std::fill_n(values, 16, 0.0F);             // one group
+  std::fill_n(values + 5 * 256, 256, 0.0F);  // one row
+  Tensor smallest = *Tensor::Allocate(DType::kF32, {128, 128});
+  std::fill_n(smallest.mutable_view().as<float>(), smallest.view().count(), 0.0F);
+  smallest.mutable_view().as<float>()[7] = std::numeric_limits<float>::denorm_min();
+  for (const char* name : {"nvfp4_w4a16", "mxfp4_w4a16", "fp8_w8a8:block128", "fp8_w8a8", "fp8_w8a8:tensor",
+                           "int4_w4a16:g32", "int8_w8a8"}) {
+    const auto scheme = ParseScheme(name);
+    ASSERT_TRUE(scheme.ok()) << scheme.status().ToString();
+    for (const auto recipe :
+         {WeightRecipe::kAccurate, WeightRecipe::kCompressedTensors, WeightRecipe::kModelOpt}) {
+      for (const Tensor* source : {&weights, &smallest}) {
+        SCOPED_TRACE(std::string(name) + ", recipe " + std::to_string(static_cast<int>(recipe)));
+        const auto matrix = QuantizeMatrix(source->view(), scheme->weight, {.recipe = recipe});
+        ASSERT_TRUE(matrix.ok()) << matrix.status().ToString();
+        const Status valid = ValidateCanonical(*matrix);
+        EXPECT_TRUE(valid.ok()) << valid.ToString();
+        const auto decoded = DequantizeMatrix(*matrix);
+        ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+        for (int64_t i = 0; i < 16; ++i) {
+          EXPECT_EQ(decoded->view().as<float>()[i], 0.0F) << i;
+        }
+      }
+    }
   }
 }
 

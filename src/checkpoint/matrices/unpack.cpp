@@ -202,20 +202,41 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
   return out;
 }
 
-Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
+namespace {
+
+// Words of fields that are one too small. GPTQModel takes the one away from a whole word where its fields
+// fill it: a zero point of 0 borrows from the next field, and the word gives that back. Others it takes one
+// by one.
+Result<Tensor> OneAddedToWords(const Tensor& stored, int bits) {
+  const uint32_t ones = UINT32_MAX / ((uint32_t{1} << bits) - 1);  // 0x11111111 of four bits
+  FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, stored.shape()));
+  const auto* const from = stored.view().as<uint32_t>();
+  std::transform(from, from + stored.view().count(), words.mutable_view().as<uint32_t>(),
+                 [ones](uint32_t word) { return word + ones; });
+  return words;
+}
+
+}  // namespace
+
+Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& packed, int64_t rows,
                                 int64_t groups) {
   const WordLayout layout = LayoutOf(format);
   FMOE_RETURN_IF_ERROR(CheckCount(layout, rows));
   const bool along_rows = format.packing == Packing::kBits;
   const Shape wanted =
       along_rows ? Shape{WordsOf(layout, rows), groups} : Shape{groups, WordsOf(layout, rows)};
-  if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted)) {
-    return WrongStorage(stored, DType::kI32, wanted);
+  if (packed.dtype() != DType::kI32 || !(packed.shape() == wanted)) {
+    return WrongStorage(packed, DType::kI32, wanted);
   }
+  const bool by_words = format.zero_plus_one && 32 % format.bits == 0;
+  Tensor added;
+  if (by_words) {
+    FMOE_ASSIGN_OR_RETURN(added, OneAddedToWords(packed, format.bits));
+  }
+  const Tensor& stored = by_words ? added : packed;
   const uint32_t mask = (uint32_t{1} << format.bits) - 1;
   const uint32_t flip = format.twos_complement ? uint32_t{1} << (format.bits - 1) : 0;
-  // Unpacked first: one added to the whole word would carry into the next field.
-  const uint32_t more = format.zero_plus_one ? 1 : 0;
+  const uint32_t more = format.zero_plus_one && !by_words ? 1 : 0;
   const auto zero_of = [=](uint8_t field) { return static_cast<uint8_t>(((field + more) & mask) ^ flip); };
   if (along_rows) {
     FMOE_ASSIGN_OR_RETURN(Tensor zeros, UnpackRows(stored.view(), layout, rows));

@@ -222,12 +222,13 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
   if (const JsonValue* extra = spec.Find("extra_config"); extra != nullptr) {
     for (const auto& [key, own] : extra->members()) {
       AutoRoundOverride override{.key = key};
-      if (IsRegexLike(key)) {
+      if (key.find_first_of("*+?^$()[]{}|\\") != std::string::npos) {
         Result<Pattern> pattern = Pattern::Compile(".*(?:" + key + ")");  // found anywhere there (re.search)
-        if (!pattern.ok()) {
+        if (pattern.ok()) {
+          override.pattern = *std::move(pattern);
+        } else if (IsRegexLike(key)) {
           return std::move(pattern).status().WithFile(path);
         }
-        override.pattern = *std::move(pattern);
       }
       const JsonValue merged = spec.With(own);
       FMOE_ASSIGN_OR_RETURN(const int64_t own_bits, Size(merged, "bits", 1, 32, std::nullopt, path));
@@ -240,8 +241,14 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
   QuantRules rules;
   rules.producer = "auto-round";
   rules.format_of = [format, overrides](const std::string& module) -> Result<LinearFormat> {
+    // What is said of a module by its name comes before what patterns say, wherever it stands.
     for (const AutoRoundOverride& override : *overrides) {
-      if (override.pattern ? override.pattern->MatchesPrefix(module) : Listed({override.key}, module)) {
+      if (!override.pattern && Listed({override.key}, module)) {
+        return override.format;
+      }
+    }
+    for (const AutoRoundOverride& override : *overrides) {
+      if (override.pattern && override.pattern->MatchesPrefix(module)) {
         return override.format;
       }
     }

@@ -30,7 +30,7 @@ bool Exists(const Part& part, const StorageOptions& options) {
 Shape ShapeOf(const Part& part, const WeightFormat& format, int64_t rows, int64_t cols) {
   switch (part.source) {
     case Source::kCodes:
-      return {rows, cols * DTypeBits(format.element) / DTypeBits(part.dtype)};
+      return {rows, CeilDiv(cols * DTypeBits(format.element), DTypeBits(part.dtype))};
     case Source::kBlockScale:
       return {CeilDiv(rows, format.block.row < 0 ? rows : format.block.row),
               CeilDiv(cols, format.block.col < 0 ? cols : format.block.col)};
@@ -88,8 +88,20 @@ Result<Tensor> DataOf(const Part& part, const CanonicalMatrix& matrix, const Sha
                           tensor.owner());
   };
   switch (part.source) {
-    case Source::kCodes:
-      return as_stored(matrix.codes);
+    case Source::kCodes: {
+      const TensorView codes = matrix.codes.view();
+      const int64_t row_bytes = shape[1] * DTypeBits(part.dtype) / 8;
+      if (row_bytes == codes.row_bytes()) {
+        return as_stored(matrix.codes);
+      }
+      FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(part.dtype, shape));
+      std::memset(words.mutable_view().data(), 0, static_cast<size_t>(words.view().total_bytes()));
+      for (int64_t row = 0; row < matrix.rows; ++row) {  // the last word is not full
+        std::memcpy(words.mutable_view().data() + row * row_bytes, codes.data() + row * codes.stride_bytes(0),
+                    static_cast<size_t>(codes.row_bytes()));
+      }
+      return words;
+    }
     case Source::kBlockScale:
       return as_stored(matrix.block_scale);
     case Source::kChannelScale:
@@ -123,16 +135,6 @@ Result<Tensor> DataOf(const Part& part, const CanonicalMatrix& matrix, const Sha
 }
 
 }  // namespace
-
-int64_t ColumnsOfAWord(const StorageRow& row, const WeightFormat& weight) {
-  int64_t columns = 1;
-  for (const Part& part : row.parts) {
-    if (part.source == Source::kCodes) {
-      columns = std::max<int64_t>(columns, DTypeBits(part.dtype) / DTypeBits(weight.element));
-    }
-  }
-  return columns;
-}
 
 std::vector<TensorSpec> SpecsOf(const StorageRow& row, const Scheme& scheme, const StorageOptions& options,
                                 std::string_view projection, int64_t rows, int64_t cols) {

@@ -87,9 +87,6 @@ const StorageRow* FindStorageOf(const Scheme& scheme, std::string_view producer)
 /// Schemes that can be stored (by that tool, unless it is empty), for messages.
 std::string StorableSchemes(std::string_view producer = "");
 
-/// Rows of codes are stored in whole words: the number of columns that theirs must be a multiple of.
-int64_t ColumnsOfAWord(const StorageRow& row, const WeightFormat& weight);
-
 /// The tensors of a projection of rows x cols, as they will be written.
 std::vector<TensorSpec> SpecsOf(const StorageRow& row, const Scheme& scheme, const StorageOptions& options,
                                 std::string_view projection, int64_t rows, int64_t cols);

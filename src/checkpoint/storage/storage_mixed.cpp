@@ -53,6 +53,9 @@ std::string MixedConfig(std::span<const StorageGroup> groups, const std::vector<
     if (producer == "compressed-tensors" && own["format"] != format) {
       config["format"] = "mixed-precision";
     }
+    if (own.contains("version") && own["version"] < config["version"]) {
+      config["version"] = own["version"];
+    }
   }
   if (producer == "modelopt") {
     config["quant_algo"] = "MIXED_PRECISION";

@@ -149,13 +149,15 @@ Json CompressedTensors(const Scheme& scheme, const StorageOptions& options) {
   group["weights"] = std::move(weights);
   group["input_activations"] = std::move(inputs);
   group["output_activations"] = nullptr;
-  return {{"config_groups", {{"group_0", group}}},
-          {"format", format},
-          {"ignore", options.ignored},
-          {"kv_cache_scheme", nullptr},
-          {"quant_method", "compressed-tensors"},
-          {"quantization_status", "compressed"},
-          {"version", "0.20.0"}};  // without one, scales of integers may be negative (auto-round's export)
+  return {
+      {"config_groups", {{"group_0", group}}},
+      {"format", format},
+      {"ignore", options.ignored},
+      {"kv_cache_scheme", nullptr},
+      {"quant_method", "compressed-tensors"},
+      {"quantization_status", "compressed"},
+      // Without one, scales of integers may be negative (auto-round's export). 0.20 refuses orders by group.
+      {"version", options.group_index ? "0.19.0" : "0.20.0"}};
 }
 
 Json DeepSeekFp8(const Scheme&, const StorageOptions& options) {

@@ -81,6 +81,9 @@ Status OutputCheckpoint::WriteTensors(const std::string& file, std::span<const N
 
 Status OutputCheckpoint::CopySideFiles(const std::string& source) {
   std::error_code error, of_entry;
+  if (fs::is_regular_file(source, of_entry)) {
+    return Status::Ok();  // a GGUF file holds all that it has
+  }
   std::vector<fs::path> found;
   for (fs::directory_iterator entry(source, error), end; !error && entry != end; entry.increment(error)) {
     if (entry->is_regular_file(of_entry) && IsSideFile(entry->path().filename().string()) &&

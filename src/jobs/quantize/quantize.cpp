@@ -78,10 +78,9 @@ Status Job::CheckSizes() const {
   for (const SourceLayer& layer : rewriter_.layers()) {
     for (const Projection projection : Projections(*layer.context)) {
       const auto located = Locate(*layer.context, 0, projection);
-      const int64_t multiple = std::max(group, checkpoint::ColumnsOfAWord(row_, format));
-      if (located.cols % multiple != 0) {
+      if (located.cols % group != 0) {
         return Status::Unsupported(fmt::format("{} columns are no multiple of {}, which {} needs",
-                                               located.cols, multiple, scheme_.name))
+                                               located.cols, group, scheme_.name))
             .WithTensor(TargetModule(layer, 0, projection) + ".weight");
       }
     }

@@ -154,18 +154,6 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options, family->family));
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme, SchemeFor(options.scheme, sizes));
   FMOE_ASSIGN_OR_RETURN(const StorageRow* const storage, StorageFor(scheme, *family));
-
-  if (storage != nullptr) {
-    const int64_t word = checkpoint::ColumnsOfAWord(*storage, scheme.weight);
-    for (const auto& [name, size] : {std::pair("hidden", sizes.hidden),
-                                     {"latent", sizes.latent},
-                                     {"intermediate", sizes.intermediate}}) {
-      if (size % word != 0) {
-        return Status::Usage(fmt::format("{}={} is no multiple of {}, which {} stores in one word", name,
-                                         size, word, scheme.name));
-      }
-    }
-  }
   FMOE_ASSIGN_OR_RETURN(const auto output, jobs::OutputCheckpoint::Create({.directory = options.directory,
                                                                            .overwrite = options.overwrite}));
   FMOE_RETURN_IF_ERROR(output->WriteText(checkpoint::kModelConfigFile,

@@ -132,7 +132,11 @@ Result<CpuCostRow> ReadRow(const Json& object, size_t index) {
     reader.Path("tiles", row.tiles, row.misfit);
   }
   FMOE_RETURN_IF_ERROR(reader.status());
-  if (!ParseScheme(row.scheme).ok()) {
+  // With ":a8" it is of int8 activations (RunTune).
+  const std::string_view a8 = ":a8";
+  const std::string scheme =
+      row.scheme.substr(0, row.scheme.size() - (row.scheme.ends_with(a8) ? a8.size() : 0));
+  if (!ParseScheme(scheme).ok()) {
     return Status::BadInput(
         fmt::format("field 'costs[{}].scheme' is '{}', which is no scheme", index, row.scheme));
   }

@@ -62,6 +62,11 @@ bool PlanUnitGemm(const MoeProblem& problem, const GemmShape& shape, MatrixUnitP
     plan.scale_group = group.col;
   }
   const int64_t k = shape.padded_cols;
+  // Products of int8 are added up in 32 bits, 2^14 each at most, until a scale takes the sum.
+  constexpr int64_t kMostExact = (int64_t{1} << 17) - 1;
+  if (int8 && plan.scale_group == 0 && k > kMostExact) {
+    return false;
+  }
   MatrixUnitGemm& gemm = plan.gemms[shape.gemm];
   gemm.weights = *weights;
   gemm.row_bytes = int8 ? k : 2 * k;
