@@ -98,8 +98,8 @@ typedef enum fmoe_dtype {
 
 /* A window on the caller's memory. `shape` counts elements, also where several share a byte; along the last
  * axis they are contiguous. `stride_bytes` of all axes but the last; all 0: dense, row-major, each row of the
- * last axis on a whole byte. Null `data`: the tensor is absent, except for a 2-D one without rows ([0,
- * 2048]), whose `data` may be null. */
+ * last axis on a whole byte. Null `data`: the tensor is absent, unless it has two axes and no rows, such as
+ * [0, 2048]: then `data` may be null. */
 typedef struct fmoe_tensor {
   void* data;
   fmoe_dtype dtype;
