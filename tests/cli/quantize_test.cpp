@@ -331,7 +331,10 @@ TEST(Quantize, ColumnsThatFillNoWord_ArePadded) {
   for (const char* scheme : {"int8_w8a16:channel", "int4_w4a16:channel"}) {
     const std::string out = directory / scheme;
     ASSERT_EQ(sample(scheme, out), 0) << scheme;
-    EXPECT_EQ(RunCommand({"run", out, "--input", out + "/io/input.safetensors", "--check"}).exit_code, 0)
+    EXPECT_EQ(RunCommand({"run", out, "--input", out + "/io/input.safetensors", "--output", directory / "o",
+                          "--check"})
+                  .exit_code,
+              0)
         << scheme;
     EXPECT_EQ(
         RunCommand({"convert", out, "--to", "compressed-tensors", "--output", out + "-again"}).exit_code, 0)

@@ -52,7 +52,7 @@ TEST(CpuCostsFile_Malformed, NamesTheField) {
                          {"\"read_ns\": 6.0", "\"read_ns\": 1e300", "costs[0].tiles.read_ns"},
                          {"\"token_ns\": 4.5", "\"tokens\": 4.5", "costs[0].vectors.token_ns"},
                          {"\"isa\": \"avx2\"", "\"isa\": \"avx3\"", "costs[1].isa"},
-                         {"\"codes\": true", "\"codes\": 1", "costs[1].codes"},
+                         {"\"codes\": true", "\"codes\": 1", "costs[2].codes"},
                          {"\"threads\": 2", "\"threads\": 0", "threads"},
                          {"\"threads\": 2", "\"threads\": 1.5", "threads"},
                          {"\"kind\": \"cpu_costs\"", "\"kind\": \"costs\"", "kind"},

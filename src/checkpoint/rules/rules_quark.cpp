@@ -38,8 +38,8 @@ Result<std::vector<Level>> ReadLevels(std::string_view key, const JsonValue& par
     if (!object->is_object()) {
       return Wrong(key, object, "an object", path);
     }
-    const auto text = [&](const char* key) {
-      const JsonValue* value = object->Find(key);
+    const auto text = [&](const char* name) {
+      const JsonValue* value = object->Find(name);
       return value == nullptr ? std::string() : value->string();
     };
     Level level;
