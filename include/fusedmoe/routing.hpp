@@ -23,7 +23,7 @@
   X(kRenormalizeNaive, "RenormalizeNaive", "top-k of softmax(x); weights p / sum p")                        \
   X(kTopK, "TopK", "top-k of x; weights x")                                                                 \
   X(kSigmoidRenorm, "SigmoidRenorm", "top-k of sigmoid(x); weights s / sum s")                              \
-  X(kMiniMax2, "MiniMax2", "top-k of sigmoid(x) + bias; weights s / (sum s + 1e-20)")                       \
+  X(kMiniMax2, "MiniMax2", "top-k of sigmoid(x) + bias; weights s / sum s")                                 \
   X(kSigmoid, "Sigmoid", "top-k of sigmoid(x); weights s")                                                  \
   X(kGroupedTopK, "GroupedTopK", "softmax or sigmoid scores, best groups by their largest; DeepSeek-V2")    \
   X(kSoftmaxBias, "SoftmaxBias", "top-k of softmax(x) + bias; weights p (Ernie, LongCat)")                  \
