@@ -61,7 +61,8 @@ struct LayerOptions {
   /// What `fusedmoe tune` measured on this machine (ReadCpuCosts); null: the figures of this build. They
   /// decide which kernels multiply an expert of so many tokens, and so the last bits of results.
   std::shared_ptr<const CpuCosts> cpu_costs;
-  /// Threads that prepare the weights; the caller's pool may serve here and in Forward.
+  /// Threads that prepare the weights; the caller's pool may serve here and in Forward. With load balancing
+  /// EndStep prepares experts on them too, so that they must live as long as the layer.
   Executor executor;
   /// How the layer is spread over ranks, and the place of this one (MakeParallelConfig). With more than one
   /// rank `communicator` joins them all: every rank loads, then forwards, in step with the others.
@@ -164,7 +165,8 @@ class MoeLayer {
   /// interval the ranks add up what they have measured, make the same plan, send one another the experts that
   /// move, build the new placement beside the old one, and vote: all switch before the next forward, or none
   /// does, and the old placement goes on. Until the vote is won nothing of the old placement is touched, so
-  /// no token is lost. Errors: kUsage without load balancing; kSystem when a rank does not answer.
+  /// no token is lost. New experts are prepared on LayerOptions::executor, which must live as long as the
+  /// layer. Errors: kUsage without load balancing; kSystem when a rank does not answer.
   Result<EplbStep> EndStep();
 
   /// The logical expert of each physical slot, rank by rank, of the placement in force: with load balancing

@@ -27,7 +27,8 @@ struct PrepareReport {
   int64_t canonical_bytes = 0;  ///< of these, what lossy steps replaced
   int64_t expert_bytes = 0;     ///< of one expert, prepared or as it was loaded, whichever takes more
   /// The most bytes of tensors that lived at a time while experts were moved, mapped files not counted: the
-  /// result and one expert for each thread of the executor.
+  /// result and one expert for each thread of the executor. This and expert_bytes are taken from counters of
+  /// the process (TensorBytes): what other threads load or release meanwhile is counted in.
   int64_t peak_bytes = 0;
   int64_t experts_at_a_time = 1;
 };
