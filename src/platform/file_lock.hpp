@@ -14,8 +14,8 @@ class FileLock {
   /// Creates the file where it is missing. kUsage when somebody else holds it. File systems without locks do
   /// not keep anybody out.
   static Result<std::unique_ptr<FileLock>> Take(const std::string& path);
-  /// Locks a folder, which must exist, for a moment's work on what is in it: waits until nobody else holds it.
-  /// File systems without locks do not keep anybody out.
+  /// Locks a folder, which must exist, for a moment's work on what is in it: waits until nobody else holds
+  /// it. File systems without locks do not keep anybody out.
   static Result<std::unique_ptr<FileLock>> WaitForFolder(const std::string& folder);
   ~FileLock();
   FileLock(const FileLock&) = delete;

@@ -156,8 +156,8 @@ Json CompressedTensors(const Scheme& scheme, const StorageOptions& options) {
       {"kv_cache_scheme", nullptr},
       {"quant_method", "compressed-tensors"},
       {"quantization_status", "compressed"},
-      // Without one, scales of integers may be negative (auto-round's export). 0.20 refuses orders by group.
-      {"version", options.group_index ? "0.19.0" : "0.20.0"}};
+      // Without one, scales of integers may be negative (auto-round's export). 0.19 refuses orders by group.
+      {"version", options.group_index ? "0.18.0" : "0.20.0"}};
 }
 
 Json DeepSeekFp8(const Scheme&, const StorageOptions& options) {
