@@ -69,7 +69,6 @@ class LayerRuns : public testing::TestWithParam<Case> {
   static std::vector<float> Run(const MoeLayer& layer, const Tensor& hidden, const RandomRouting& routing,
                                 const Workspace& workspace, const Executor& executor,
                                 DType output_dtype = DType::kF32) {
-    const int64_t tokens = hidden.dim(0), k = layer.config().top_k();
     Tensor output = *Tensor::Allocate(output_dtype, hidden.shape());
     MoeLayer::Inputs inputs = testing_support::InputsOf(hidden, routing);
     MoeLayer::Outputs outputs;
