@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -35,6 +36,40 @@ int Put(const std::filesystem::path& path, const std::string& text) {
   file << text;
   file.close();
   return file ? 0 : errno != 0 ? errno : EIO;
+}
+
+/// The same by a file beside it, so that what stands there stays until the new text is whole. Nothing where
+/// only writing in place is possible: a device, a pipe, a link to nothing, a mount point, a folder that must
+/// not be written.
+std::optional<int> Replace(const std::string& path, const std::string& text) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  const fs::file_status before = fs::status(path, error);
+  const bool there = fs::exists(before);
+  if (there ? !fs::is_regular_file(before) : fs::is_symlink(fs::symlink_status(path, error))) {
+    return std::nullopt;
+  }
+  const fs::path target = there ? fs::canonical(path, error) : fs::path(path);  // links stay
+  fs::path beside = target;
+  beside += fmt::format(".{}.incomplete", getpid());
+  const int created = open(beside.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
+  if (created < 0) {
+    return std::nullopt;
+  }
+  close(created);
+  const int reason = Put(beside, text);
+  if (reason == 0) {
+    if (there) {
+      fs::permissions(beside, before.permissions(), error);
+    }
+    fs::rename(beside, target, error);
+    if (!error) {
+      return 0;
+    }
+  }
+  std::error_code ignored;
+  fs::remove(beside, ignored);
+  return reason == 0 ? std::nullopt : std::optional(reason);
 }
 
 /// kUsage where something other than a folder stands at `path`.
@@ -72,31 +107,11 @@ CLI::Validator Between(double least, double most) {
 }
 
 Status WriteText(const std::string& path, const std::string& text) {
-  namespace fs = std::filesystem;
-  std::error_code error;
-  const fs::path target = fs::weakly_canonical(path, error);  // links stay
-  const fs::file_status before = fs::status(target, error);
-  const bool locked = faccessat(AT_FDCWD, target.parent_path().c_str(), W_OK, AT_EACCESS) != 0;
-  if (fs::exists(before) && (!fs::is_regular_file(before) || locked)) {
-    const int reason = Put(target, text);
-    return reason == 0 ? Status::Ok() : NotWritten(path, reason);
+  std::optional<int> reason = Replace(path, text);
+  if (!reason) {
+    reason = Put(path, text);
   }
-  // What stands there stays until the new text is whole.
-  fs::path beside = target;
-  beside += fmt::format(".{}.incomplete", getpid());
-  int reason = Put(beside, text);
-  if (reason == 0) {
-    if (fs::exists(before)) {
-      fs::permissions(beside, before.permissions(), error);
-    }
-    fs::rename(beside, target, error);
-    reason = error.value();
-  }
-  if (reason != 0) {
-    fs::remove(beside, error);
-    return NotWritten(path, reason);
-  }
-  return Status::Ok();
+  return *reason == 0 ? Status::Ok() : NotWritten(path, *reason);
 }
 
 Status CheckPlace(const std::string& path) {

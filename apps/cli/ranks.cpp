@@ -243,11 +243,12 @@ int RankGroup::Threads(int asked) const {
     return asked;
   }
   const int64_t own = HostMachine().num_cores;
-  // Ranks that the launcher bound apart share nothing; others share what each of them may use.
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  const bool apart = sched_getaffinity(0, sizeof(set), &set) == 0 &&
-                     CPU_COUNT(&set) * beside <= sysconf(_SC_NPROCESSORS_ONLN);
+  // Ranks share what each of them may use, unless the launcher gave this one so few of its own processors
+  // that the others may have as many.
+  cpu_set_t set, launcher;
+  const bool apart = sched_getaffinity(getpid(), sizeof(set), &set) == 0 &&
+                     sched_getaffinity(getppid(), sizeof(launcher), &launcher) == 0 &&
+                     CPU_COUNT(&set) * beside <= CPU_COUNT(&launcher);
   return static_cast<int>(apart ? own : std::max<int64_t>(1, own / beside));
 }
 

@@ -222,7 +222,8 @@ Result<std::unique_ptr<ThreadPool>> ThreadPool::Create(int num_threads) {
                          std::to_string(kMaxThreads))
         .WithHint("0 takes one per core");
   }
-  const int num_cores = HostTopology().num_cores;
+  // Threads inherit what this one may run on, which may be less than the process has.
+  const int num_cores = std::min(HostTopology().num_cores, ProcessorsOfThisThread());
   const int count = num_threads == 0 ? num_cores : num_threads;
   if (!CountForks()) {
     return Status::System("cannot learn of forks: pthread_atfork has no memory");

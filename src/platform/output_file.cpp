@@ -116,7 +116,8 @@ Status OutputFile::Resize(int64_t size) {
 #if defined(__linux__)
   if (error == 0 && size > 0) {
     error = retried([&] { return fallocate(descriptor_, 0, 0, size); });
-    error = error == EOPNOTSUPP || error == ENOSYS ? 0 : error;  // the disk shows it later, then
+    const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG || error == EIO;
+    error = full ? error : 0;  // a file system that cannot reserve shows it later
   }
 #endif
   return error == 0 ? Status::Ok()

@@ -249,6 +249,19 @@ std::vector<int> AllowedCpus() {
   return cpus;
 }
 
+int ProcessorsOfThisThread() {
+#if defined(__linux__)
+  const size_t bytes = CPU_ALLOC_SIZE(kMaxNumber);
+  cpu_set_t* const set = CPU_ALLOC(kMaxNumber);
+  const int count = set != nullptr && sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
+  CPU_FREE(set);
+  if (count > 0) {
+    return count;
+  }
+#endif
+  return static_cast<int>(AllowedCpus().size());
+}
+
 const Topology& HostTopology() {
   static const Topology topology = [] {
     Topology found = ReadTopology("", AllowedCpus());

@@ -34,6 +34,9 @@ Topology ReadTopology(const std::string& root, const std::vector<int>& cpus);
 /// The processors that this process may run on.
 std::vector<int> AllowedCpus();
 
+/// How many of them the calling thread may run on.
+int ProcessorsOfThisThread();
+
 /// The topology that this process sees; read once.
 const Topology& HostTopology();
 

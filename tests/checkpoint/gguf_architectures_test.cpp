@@ -28,6 +28,29 @@ RawGguf::Tensor Bias() {
   return {"blk.0.exp_probs_b.bias", {2}, kTypeF32, Raw(0.5F) + Raw(-0.5F), 0};
 }
 
+// llama.cpp's converters write the key for a bound above zero alone; the configurations of both have 10.
+TEST(GgufArchitectures, ClampsThatAreNotThere_AreNone) {
+  for (const std::string architecture : {"hy_v4", "glm5-next"}) {
+    RawGguf model = Model(kTypeMxfp4, architecture);
+    const auto none = Describe(model);
+    ASSERT_TRUE(none.ok()) << none.status().ToString();
+    EXPECT_EQ(none->config.activation.limit, 0.0F) << architecture;
+    model.Value(architecture + ".swiglu_clamp_exp", kFloat32, Raw(7.0F));
+    const auto seven = Describe(model);
+    ASSERT_TRUE(seven.ok()) << seven.status().ToString();
+    EXPECT_EQ(seven->config.activation.limit, 7.0F) << architecture;
+  }
+}
+
+TEST(GgufArchitectures, Deepseek4WithImages_IsRefusedByTheirBias) {
+  RawGguf model = Model(kTypeMxfp4, "dots1");
+  EXPECT_TRUE(LoadEverything(model).ok()) << LoadEverything(model).ToString();
+  model.tensors.push_back({"blk.0.exp_probs_b_vl.bias", {2}, kTypeF32, Raw(0.5F) + Raw(-0.5F), 0});
+  const Status refused = LoadEverything(model);
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << refused.ToString();
+  EXPECT_EQ(refused.tensor(), "blk.0.exp_probs_b_vl.bias");
+}
+
 // GLM-4.7-Flash, and DeepSeek-V3 as transformers 5 saves it: the converter finds no scoring_func to copy.
 TEST(GgufArchitectures, Deepseek2_WithABiasAndNoGatingFunctionScoresBySigmoids) {
   RawGguf model = Model(kTypeMxfp4, "deepseek2");

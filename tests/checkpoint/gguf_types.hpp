@@ -52,7 +52,8 @@ inline constexpr GgufType kGgufTypes[] = {{2, "Q4_0", "int4_w4a16:g32", 32, 18, 
                                           {29, "IQ1_M", "int8_w8a16:g16", 256, 56, 48, -1, false, true},
                                           {34, "TQ1_0", "int4_w4a16:g32", 256, 54, 52, -1, false, true},
                                           {35, "TQ2_0", "int4_w4a16:g32", 256, 66, 64, -1, false, true},
-                                          {41, "Q1_0", "int4_w4a16:g32", 128, 18, 0, -1, false, true}};
+                                          {41, "Q1_0", "int4_w4a16:g32", 128, 18, 0, -1, false, true},
+                                          {42, "Q2_0", "int4_w4a16:g32", 64, 18, 0, -1, false, true}};
 
 const GgufType& TypeNamed(std::string_view name);
 /// K types and IQ4_XS.

@@ -123,6 +123,8 @@ TEST(UnpackZeroPoints_, GiveBackWhatAZeroPointOfZeroBorrowed) {
   };
   EXPECT_EQ(zeros(0x0000003fU, true), (std::vector<int>{0, 5, 1, 1, 1, 1, 1, 1}));
   EXPECT_EQ(zeros(0x000003ffU, true, 8), (std::vector<int>{0, 5, 1, 1}));
+  EXPECT_EQ(zeros(0x00000007U, true, 2)[0], 0);
+  EXPECT_EQ(zeros(0x00000007U, true, 2)[1], 3) << "of 1, which had lent one";
   EXPECT_EQ(zeros(0x0000003fU, false), (std::vector<int>{15, 3, 0, 0, 0, 0, 0, 0}));
   // Symmetric files: 0x77777777 in version 1 and 0x88888888 in version 2 both mean 8.
   EXPECT_EQ(zeros(0x77777777U, true), std::vector<int>(8, 8));

@@ -216,8 +216,14 @@ TEST(AllowedCpus, AreThoseOfTheProcess_WhateverThreadAsks) {
   std::thread([&] {
     const PinnedThread pinned(all.front());
     seen = AllowedCpus();
+    const auto pool = ThreadPool::Create(0);  // its threads may run where their creator may
+    ASSERT_TRUE(pool.ok());
+    EXPECT_EQ((*pool)->executor().num_threads, 1);
   }).join();
   EXPECT_EQ(seen, all);
+  const auto pool = ThreadPool::Create(0);
+  ASSERT_TRUE(pool.ok());
+  EXPECT_EQ((*pool)->executor().num_threads, HostTopology().num_cores);
 }
 
 TEST(ThreadPool_, ProcessorsThatSomebodyElseChoseAreKept) {

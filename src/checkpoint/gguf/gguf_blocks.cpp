@@ -231,6 +231,7 @@ constexpr BlockType kTypes[] = {
     {kGgufMxfp4, "MXFP4", 32, 17, kMxfp4, {}},
     {kGgufNvfp4, "NVFP4", 64, 36, kNvfp4, {}},
     InGroups<Q1_0>(41, "Q1_0"),
+    InGroups<Q2_0>(42, "Q2_0"),
 };
 
 /// Other forms of types of integers. Their ids are none of a file: those of the type and of the form.
@@ -266,14 +267,14 @@ constexpr Forms FormsOf(uint32_t id, std::string_view name) {
 }
 
 constexpr Forms kForms[] = {
-    FormsOf<Q4_0>(kGgufQ4_0, "Q4_0"), FormsOf<Q4_1>(3, "Q4_1"),           FormsOf<Q5_0>(6, "Q5_0"),
-    FormsOf<Q5_1>(7, "Q5_1"),         FormsOf<Q8_0>(kGgufQ8_0, "Q8_0"),   FormsOf<Q2K>(10, "Q2_K"),
-    FormsOf<Q3K>(11, "Q3_K"),         FormsOf<Q4K>(12, "Q4_K"),           FormsOf<Q5K>(13, "Q5_K"),
-    FormsOf<Q6K>(14, "Q6_K"),         FormsOf<Iq4Nl>(20, "IQ4_NL"),       FormsOf<Iq4Xs>(23, "IQ4_XS"),
-    FormsOf<Iq2Xxs>(16, "IQ2_XXS"),   FormsOf<Iq2Xs>(17, "IQ2_XS"),       FormsOf<Iq3Xxs>(18, "IQ3_XXS"),
-    FormsOf<Iq1S>(19, "IQ1_S"),       FormsOf<Iq3S>(21, "IQ3_S"),         FormsOf<Iq2S>(22, "IQ2_S"),
-    FormsOf<Iq1M>(29, "IQ1_M"),       FormsOf<Tq1_0>(34, "TQ1_0"),        FormsOf<Tq2_0>(35, "TQ2_0"),
-    FormsOf<Q1_0>(41, "Q1_0"),        FormsOf<Mxfp4>(kGgufMxfp4, "MXFP4")};
+    FormsOf<Q4_0>(kGgufQ4_0, "Q4_0"), FormsOf<Q4_1>(3, "Q4_1"),         FormsOf<Q5_0>(6, "Q5_0"),
+    FormsOf<Q5_1>(7, "Q5_1"),         FormsOf<Q8_0>(kGgufQ8_0, "Q8_0"), FormsOf<Q2K>(10, "Q2_K"),
+    FormsOf<Q3K>(11, "Q3_K"),         FormsOf<Q4K>(12, "Q4_K"),         FormsOf<Q5K>(13, "Q5_K"),
+    FormsOf<Q6K>(14, "Q6_K"),         FormsOf<Iq4Nl>(20, "IQ4_NL"),     FormsOf<Iq4Xs>(23, "IQ4_XS"),
+    FormsOf<Iq2Xxs>(16, "IQ2_XXS"),   FormsOf<Iq2Xs>(17, "IQ2_XS"),     FormsOf<Iq3Xxs>(18, "IQ3_XXS"),
+    FormsOf<Iq1S>(19, "IQ1_S"),       FormsOf<Iq3S>(21, "IQ3_S"),       FormsOf<Iq2S>(22, "IQ2_S"),
+    FormsOf<Iq1M>(29, "IQ1_M"),       FormsOf<Tq1_0>(34, "TQ1_0"),      FormsOf<Tq2_0>(35, "TQ2_0"),
+    FormsOf<Q1_0>(41, "Q1_0"),        FormsOf<Q2_0>(42, "Q2_0"),        FormsOf<Mxfp4>(kGgufMxfp4, "MXFP4")};
 
 const Forms* FindForms(const BlockType& type) {
   const auto* found =

@@ -11,7 +11,7 @@
 #include "checkpoint/gguf/gguf_integer_types.hpp"
 
 /// The block types of GGUF below four bits that are no K types: IQ1 to IQ3, whose codes number points of a
-/// grid (gguf_grids.hpp), TQ, of three values, and Q1_0, of two. Structs as in gguf_integer_types.hpp, which
+/// grid (gguf_grids.hpp), TQ, of three values, Q1_0, of two, and Q2_0, of four. Structs as in gguf_integer_types.hpp, which
 /// see.
 namespace fusedmoe::checkpoint::gguf_integers {
 
@@ -267,6 +267,21 @@ struct Q1_0 {
   }
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
     std::fill_n(scales, 4, Half(block));
+  }
+};
+
+/// A scale and 64 codes of two bits, one above what they count.
+struct Q2_0 {
+  static constexpr int64_t kElements = 64, kGroup = 32, kBytes = 18;
+  static constexpr int kBits = 2, kCenter = 1;
+  static constexpr bool kMinima = false;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    for (int64_t j = 0; j < kElements; ++j) {
+      codes[j] = Byte(block, 2 + j / 4) >> (j % 4 * 2) & 3U;
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
+    std::fill_n(scales, 2, Half(block));
   }
 };
 

@@ -140,6 +140,11 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
     }
     json += ",\"hidden_act\":\"situ\"";
   }
+  // Written for a bound above zero alone, and configurations of these models have one where they say nothing.
+  if ((named->text == "hy_v4" || named->text == "glm5-next") &&
+      header.Find(stem + "swiglu_clamp_exp") == nullptr) {
+    json += ",\"swiglu_limits\":0";
+  }
   FMOE_RETURN_IF_ERROR(AddScaling(header, stem, path, json));
   FMOE_ASSIGN_OR_RETURN(const int64_t scores, GatingFunctionOf(header, store, named->text, path));
   if (const std::string_view word = kScoreWords[scores]; !word.empty()) {

@@ -231,10 +231,12 @@ Status CheckSwitches(const ModelConfig& config, const Family& family) {
 Status CheckTensors(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
   FMOE_RETURN_IF_ERROR(CheckHalves(store, config, spec));
   // DeepSeek-V4 with a vision tower; hidden states do not say what they are of.
-  if (const std::string bias = spec.names.block + "gate.bias_vl"; store.Has(bias)) {
-    return store.Blame(Status::Unsupported("image tokens choose their experts by this bias, text tokens by "
-                                           "another; layers that tell them apart are not supported"),
-                       bias);
+  for (const char* name : {"gate.bias_vl", "exp_probs_b_vl.bias", "exp_probs_b_vl"}) {  // safetensors, GGUF
+    if (const std::string bias = spec.names.block + name; store.Has(bias)) {
+      return store.Blame(Status::Unsupported("image tokens choose their experts by this bias, text tokens by "
+                                             "another; layers that tell them apart are not supported"),
+                         bias);
+    }
   }
   return CheckWhole(store, config, spec);
 }

@@ -47,7 +47,7 @@ Result<Form> FormOf(const ConvertOptions& options) {
   if (options.to == "modelopt" || options.to == "compressed-tensors" || options.to == "deepseek") {
     return Form::kTool;
   }
-  return Status::Usage(fmt::format("format '{}' does not exist; there are {}", options.to, kFormats));
+  return UnknownName("format", options.to, kFormats);
 }
 
 // All experts of a layer in one tensor, which only models of that family load.

@@ -358,10 +358,7 @@ Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
   }
   if (!options.format.empty() && options.format != "modelopt" && options.format != "compressed-tensors" &&
       options.format != "deepseek") {
-    return Status::Usage(
-        fmt::format("format '{}' does not exist; there are modelopt, compressed-tensors, "
-                    "deepseek",
-                    options.format));
+    return UnknownName("format", options.format, "modelopt, compressed-tensors, deepseek");
   }
   const StorageRow* row = options.format.empty() ? checkpoint::FindStorage(scheme, "")
                                                  : checkpoint::FindStorageOf(scheme, options.format);

@@ -13,6 +13,7 @@
 
 #include "checkpoint/files/config_files.hpp"
 #include "checkpoint/storage/storage.hpp"
+#include "core/names.hpp"
 #include "jobs/common/output_checkpoint.hpp"
 #include "jobs/sample/families.hpp"
 #include "jobs/sample/units.hpp"
@@ -142,11 +143,7 @@ Result<const StorageRow*> StorageFor(const Scheme& scheme, const FamilyRow& fami
 Result<SampleReport> WriteSample(const SampleOptions& options) {
   const FamilyRow* family = sample::FindFamily(options.family);
   if (family == nullptr) {
-    std::string names;
-    for (const SampleFamily& known : SampleFamilies()) {
-      names += fmt::format("{}{}", names.empty() ? "" : ", ", known.name);
-    }
-    return Status::Usage(fmt::format("family '{}' does not exist; there are {}", options.family, names));
+    return UnknownName("family", options.family, JoinNames(SampleFamilies(), &SampleFamily::name));
   }
   if (!IsPlainFloat(options.dtype)) {
     return Status::Usage(fmt::format("dtype {} is none of BF16, F16, F32", DTypeName(options.dtype)));

@@ -129,7 +129,7 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
   MPI_Finalized(&finalized);
   if (finalized) {
     snprintf(text, (size_t)capacity,
-             "MPI has ended in this process, with the last communicator on it; it starts only once");
+             "MPI has ended in this process; it starts only once");
     return 1;
   }
   State* state = calloc(1, sizeof(State));
