@@ -109,9 +109,9 @@ Result<std::vector<std::shared_ptr<Communicator>>> InProcessCommunicators(
 /// library itself does not need MPI. Initializes MPI unless somebody did, and finalizes it, when it did, with
 /// the last communicator, if all were destroyed in good health; MPI starts once in a process, so that another
 /// one is refused afterwards. All MPI communicators of a process are used by one thread at a time
-/// (MPI_THREAD_SERIALIZED). Joining waits in MPI_Init without a deadline: a rank that never calls it holds the
-/// others until mpirun ends the job. kUnsupported when the module or MPI cannot be loaded, kSystem when MPI
-/// fails.
+/// (MPI_THREAD_SERIALIZED). Joining waits in MPI_Init without a deadline: a rank that never calls it holds
+/// the others until mpirun ends the job. kUnsupported when the module or MPI cannot be loaded, kSystem when
+/// MPI fails.
 Result<std::shared_ptr<Communicator>> MpiCommunicator(const std::string& plugin,
                                                       const CommunicatorOptions& options = {});
 

@@ -137,11 +137,11 @@ fmoe_executor fmoe_thread_pool_executor(const fmoe_thread_pool* pool);
  * layer of the same communicator runs is refused with FMOE_USAGE. */
 typedef struct fmoe_communicator fmoe_communicator;
 
-/* The ranks that mpirun started this process among. `module` is the path of libfusedmoe_mpi.so; an exchange
- * that takes longer than `deadline_seconds` fails. FMOE_UNSUPPORTED when the module or MPI cannot be loaded,
- * FMOE_SYSTEM when MPI fails, and when it has ended in this process: it starts once, and ends with the last
- * communicator. All of a process are used by one thread at a time. Joining itself waits in MPI_Init without a deadline: a rank that never calls it holds the
- * others until mpirun ends the job. */
+/* The ranks that mpirun started this process among. `module` is the path of libfusedmoe_mpi.so; an
+ * exchange that takes longer than `deadline_seconds` fails. FMOE_UNSUPPORTED when the module or MPI cannot
+ * be loaded, FMOE_SYSTEM when MPI fails, and when it has ended in this process: it starts once, and ends
+ * with the last communicator. All of a process are used by one thread at a time. Joining itself waits in
+ * MPI_Init without a deadline: a rank that never calls it holds the others until mpirun ends the job. */
 fmoe_code fmoe_communicator_mpi(const char* module, double deadline_seconds,
                                 fmoe_communicator** communicator);
 /* Ranks of `host` that own a card each: for layers on "cuda". `library`: the file of NCCL, null where the

@@ -11,8 +11,8 @@
 #include "checkpoint/gguf/gguf_integer_types.hpp"
 
 /// The block types of GGUF below four bits that are no K types: IQ1 to IQ3, whose codes number points of a
-/// grid (gguf_grids.hpp), TQ, of three values, Q1_0, of two, and Q2_0, of four. Structs as in gguf_integer_types.hpp, which
-/// see.
+/// grid (gguf_grids.hpp), TQ, of three values, Q1_0, of two, and Q2_0, of four. Structs as in
+/// gguf_integer_types.hpp, which see.
 namespace fusedmoe::checkpoint::gguf_integers {
 
 /// A type of 256 elements in groups.
