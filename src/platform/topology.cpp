@@ -164,6 +164,24 @@ bool HasMemoryPolicy() {
 }
 #endif
 
+/// What a thread may run on, 0: the caller; empty where nobody says.
+std::set<int> CpusOfThread([[maybe_unused]] int thread) {
+  std::set<int> cpus;
+#if defined(__linux__)
+  const size_t bytes = CPU_ALLOC_SIZE(kMaxNumber);
+  cpu_set_t* const mask = CPU_ALLOC(kMaxNumber);
+  if (mask != nullptr && sched_getaffinity(thread, bytes, mask) == 0) {
+    for (int cpu = 0; cpu < kMaxNumber; ++cpu) {
+      if (CPU_ISSET_S(cpu, bytes, mask)) {
+        cpus.insert(cpu);
+      }
+    }
+  }
+  CPU_FREE(mask);
+#endif
+  return cpus;
+}
+
 }  // namespace
 
 std::vector<int> ParseNumberList(std::string_view text) {
@@ -218,48 +236,27 @@ Topology ReadTopology(const std::string& root, const std::vector<int>& cpus) {
 
 // Those of all threads: the one that asks first may be pinned to one cpu, and the answer is kept.
 std::vector<int> AllowedCpus() {
-  std::vector<int> cpus;
+  std::set<int> cpus;
 #if defined(__linux__)
-  const size_t bytes = CPU_ALLOC_SIZE(kMaxNumber);
-  cpu_set_t* const all = CPU_ALLOC(kMaxNumber);
-  cpu_set_t* const one = CPU_ALLOC(kMaxNumber);
-  if (all != nullptr && one != nullptr && sched_getaffinity(0, bytes, all) == 0) {
-    std::error_code error;
-    for (std::filesystem::directory_iterator task("/proc/self/task", error), end; !error && task != end;
-         task.increment(error)) {
-      if (sched_getaffinity(std::atoi(task->path().filename().c_str()), bytes, one) == 0) {
-        CPU_OR_S(bytes, all, all, one);
-      }
-    }
-    for (int cpu = 0; cpu < kMaxNumber; ++cpu) {
-      if (CPU_ISSET_S(cpu, bytes, all)) {
-        cpus.push_back(cpu);
-      }
-    }
+  std::error_code error;
+  for (std::filesystem::directory_iterator task("/proc/self/task", error), end; !error && task != end;
+       task.increment(error)) {
+    cpus.merge(CpusOfThread(std::atoi(task->path().filename().c_str())));
   }
-  CPU_FREE(all);
-  CPU_FREE(one);
 #endif
+  cpus.merge(CpusOfThread(0));
   if (cpus.empty()) {
     const int count = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxNumber);
     for (int cpu = 0; cpu < count; ++cpu) {
-      cpus.push_back(cpu);
+      cpus.insert(cpu);
     }
   }
-  return cpus;
+  return {cpus.begin(), cpus.end()};
 }
 
 int ProcessorsOfThisThread() {
-#if defined(__linux__)
-  const size_t bytes = CPU_ALLOC_SIZE(kMaxNumber);
-  cpu_set_t* const set = CPU_ALLOC(kMaxNumber);
-  const int count = set != nullptr && sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
-  CPU_FREE(set);
-  if (count > 0) {
-    return count;
-  }
-#endif
-  return static_cast<int>(AllowedCpus().size());
+  const std::set<int> cpus = CpusOfThread(0);
+  return static_cast<int>(cpus.empty() ? AllowedCpus().size() : cpus.size());
 }
 
 const Topology& HostTopology() {

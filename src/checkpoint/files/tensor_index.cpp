@@ -24,24 +24,10 @@ Status EndsEarly(JsonReader& json) {
   return Status(json.status()).WithHint("the index is truncated: copy it again");
 }
 
-std::string_view KindName(JsonReader::Kind kind) {
-  switch (kind) {
-    case JsonReader::Kind::kObject:
-      return "an object";
-    case JsonReader::Kind::kArray:
-      return "an array";
-    case JsonReader::Kind::kString:
-      return "a string";
-    case JsonReader::Kind::kNumber:
-      return "a number";
-    case JsonReader::Kind::kBool:
-      return "a truth value";
-    case JsonReader::Kind::kNull:
-      return "null";
-    case JsonReader::Kind::kInvalid:
-      break;
-  }
-  return "no JSON";
+// A value as it stands there, or what it begins with.
+std::string_view Beginning(std::string_view text) {
+  constexpr size_t kEnough = 40;
+  return text.substr(0, std::min(text.find_first_of(",}\r\n"), kEnough));
 }
 
 Status ParseIndex(TensorIndex* index) {
@@ -77,7 +63,7 @@ Status ParseIndex(TensorIndex* index) {
                    ? EndsEarly(json)
                    : Status::BadInput(
                          fmt::format("'weight_map' holds {} for it; a file name (string) is required",
-                                     KindName(kind)))
+                                     Beginning(std::string_view(index->text).substr(json.position()))))
                          .WithTensor(tensor);
       }
       if (!json.String(&file)) {

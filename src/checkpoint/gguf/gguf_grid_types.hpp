@@ -255,33 +255,31 @@ struct Tq2_0 : Ternary<66> {
   }
 };
 
-/// A scale and 128 signs; a bit that is set is above zero.
-struct Q1_0 {
-  static constexpr int64_t kElements = 128, kGroup = 32, kBytes = 18;
+/// A scale and 16 bytes of codes, one above what they count.
+template <int64_t kCodes>
+struct Signed {
+  static constexpr int64_t kElements = kCodes, kGroup = 32, kBytes = 18;
   static constexpr int kBits = 2, kCenter = 1;
   static constexpr bool kMinima = false;
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
+    std::fill_n(scales, kCodes / kGroup, Half(block));
+  }
+};
+
+/// Signs; a bit that is set is above zero.
+struct Q1_0 : Signed<128> {
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t j = 0; j < kElements; ++j) {
       codes[j] = static_cast<uint8_t>((Byte(block, 2 + j / 8) >> (j % 8) & 1U) * 2);
     }
   }
-  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
-    std::fill_n(scales, 4, Half(block));
-  }
 };
 
-/// A scale and 64 codes of two bits, one above what they count.
-struct Q2_0 {
-  static constexpr int64_t kElements = 64, kGroup = 32, kBytes = 18;
-  static constexpr int kBits = 2, kCenter = 1;
-  static constexpr bool kMinima = false;
+struct Q2_0 : Signed<64> {
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t j = 0; j < kElements; ++j) {
       codes[j] = Byte(block, 2 + j / 4) >> (j % 4 * 2) & 3U;
     }
-  }
-  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
-    std::fill_n(scales, 2, Half(block));
   }
 };
 

@@ -1,7 +1,5 @@
 #include "checkpoint/rules/quant_rules.hpp"
 
-#include <algorithm>
-#include <cctype>
 #include <filesystem>
 
 #include <fmt/format.h>
@@ -9,6 +7,7 @@
 #include "checkpoint/files/config_files.hpp"
 #include "checkpoint/files/tensor_index.hpp"
 #include "checkpoint/rules/rules_support.hpp"
+#include "core/text.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -79,8 +78,7 @@ Result<std::string> MethodOf(const JsonValue& spec, std::string_view fallback, c
     return method;  // of another tool
   }
   FMOE_ASSIGN_OR_RETURN(std::string other, Word(spec, "method", "", path));
-  std::transform(other.begin(), other.end(), other.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  other = LowerCase(other);
   if (!method.empty() && !other.empty() && other != method) {
     return Wrong("method", spec.Find("method"), fmt::format("what 'quant_method' says, '{}',", method), path);
   }

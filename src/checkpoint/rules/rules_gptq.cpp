@@ -1,5 +1,4 @@
 // GPTQ and AWQ, and what GPTQModel writes: its patterns for single modules, and FP8 of its own.
-#include <algorithm>
 #include <functional>
 #include <initializer_list>
 #include <memory>
@@ -12,6 +11,7 @@
 #include "checkpoint/rules/pattern.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
 #include "checkpoint/rules/rules_support.hpp"
+#include "core/text.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -189,8 +189,7 @@ Result<std::string> LayoutOf(const JsonValue& spec, std::initializer_list<const 
   std::string layout, said_by;
   for (const char* key : keys) {
     FMOE_ASSIGN_OR_RETURN(std::string word, Word(spec, key, "", path));
-    std::transform(word.begin(), word.end(), word.begin(),
-                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    word = LowerCase(word);
     if (word.empty()) {
       continue;
     }

@@ -10,15 +10,10 @@
 #include "checkpoint/rules/modelopt_groups.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
 #include "checkpoint/rules/rules_support.hpp"
+#include "core/text.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
-
-std::string Upper(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
-  return text;
-}
 
 // ModelOpt floors E4M3 scales of activations at the smallest subnormal.
 constexpr float kSmallestE4m3 = 0x1p-9F;
@@ -183,7 +178,7 @@ Status ModelOptRules::ReadModules(const JsonValue* layers, const std::string& pa
     }
     FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> group, GroupSize(entry, path));
     // What this library cannot run is an error only where a module of the experts has it.
-    std::string name = Upper(algorithm->string());
+    std::string name = UpperCase(algorithm->string());
     Result<LinearFormat> format = FormatOfAlgorithm(name, group, path);
     if (format.status().code() == StatusCode::kBadInput) {
       return format.status();
@@ -214,7 +209,7 @@ Result<LinearFormat> ModelOptRules::FormatOf(const std::string& module) const {
 }  // namespace
 
 Result<LinearFormat> ModelOptFormat(const std::string& algorithm, const std::string& path) {
-  return FormatOfAlgorithm(Upper(algorithm), std::nullopt, path);
+  return FormatOfAlgorithm(UpperCase(algorithm), std::nullopt, path);
 }
 
 Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path) {
@@ -243,7 +238,7 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
       FMOE_ASSIGN_OR_RETURN(group, GroupSize(*weights, path));
     }
   }
-  const std::string name = Upper(algorithm->string());
+  const std::string name = UpperCase(algorithm->string());
   if (name == "MIXED_PRECISION") {
     FMOE_RETURN_IF_ERROR(rules->ReadModules(source.Find("quantized_layers"), path));
   } else {

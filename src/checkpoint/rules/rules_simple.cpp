@@ -1,7 +1,5 @@
 // The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4,
 // bitsandbytes.
-#include <algorithm>
-#include <cctype>
 #include <memory>
 
 #include <fmt/format.h>
@@ -10,6 +8,7 @@
 #include "checkpoint/rules/pattern.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
 #include "checkpoint/rules/rules_support.hpp"
+#include "core/text.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -27,8 +26,7 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
     return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
   }
   FMOE_ASSIGN_OR_RETURN(std::string scales, Word(spec, "scale_fmt", "", path));
-  std::transform(scales.begin(), scales.end(), scales.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  scales = LowerCase(scales);
   const bool powers_of_two = scales == "ue8m0" || scales == "e8m0";
   if (!powers_of_two && !scales.empty() && scales != "float" && scales != "float32" && scales != "fp32") {
     return NotSupported("scale_fmt", *spec.Find("scale_fmt"), "\"ue8m0\" and \"float\" are", path);

@@ -8,6 +8,7 @@
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/oracle.hpp>
 
+#include "core/names.hpp"
 #include "experts/contracts/common/restore.hpp"
 #include "jobs/prepare/prepared_file.hpp"
 #include "layer/kernel_builder.hpp"
@@ -142,8 +143,7 @@ Result<PrepareReport> InvertPrepared(const std::string& prepared_path, const std
   if (!NamedBackend(asked_backend).empty()) {
     const Backend* backend = FindBackend(asked_backend);
     if (backend == nullptr) {
-      return Status::Usage(fmt::format("backend '{}' does not exist; layouts to write have {}", asked_backend,
-                                       fmt::join(BackendsWithLayouts(), ", ")));
+      return UnknownName("backend", asked_backend, JoinNames(BackendsWithLayouts()));
     }
     if (backend->layout_key != file.weights.layout_key) {
       return Status::Unsupported(fmt::format("the file is in the layout '{}'; {} reads '{}'",
