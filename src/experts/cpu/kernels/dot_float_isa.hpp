@@ -48,11 +48,11 @@ constexpr bool AsksByVectors() {
          (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
 }
 
-/// Whether lines of 16-bit units are asked for twice (KernelTable::asks_twice). `vdpbf16ps` is not for cores
-/// of Intel, where it has half of the rate of fp32.
-template <TileKind kKind>
-constexpr bool AsksPairsTwice() {
-  return kKind == kTileF16;
+/// Whether short tiles can ask for lines twice (KernelTable::asks_twice): units for f16, and weights of 16 and
+/// 32 bits in fp32. `vdpbf16ps` is not for cores of Intel, where it has half of the rate of fp32.
+template <WeightKernel kWeight, TileKind kKind>
+constexpr bool AsksFloatsTwice() {
+  return kKind == kTileF16 || (kKind == kTileF32 && VectorK(kWeight) <= 2 && kHalves == 1);
 }
 
 /// kUnits adjacent units of a stripe for a short tile, decoded as they are met, one half of the rows. Units
@@ -226,7 +226,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
 /// A DotKernel.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
-  if constexpr (AsksPairsTwice<kKind>() && kHeight <= 2) {
+  if constexpr (AsksFloatsTwice<kWeight, kKind>() && kHeight <= 2) {
     if (tile->prefetch_far != 0) {
       FloatStripes<kWeight, kKind, kHeight, true>(stripes, num_stripes, blocks, tile, out);
       return;
@@ -242,7 +242,7 @@ constexpr void SetFloatDots(KernelTable& table) {
   table.dot[kWeight][kKind][2] = &FloatDot<kWeight, kKind, 4>;
   table.dot[kWeight][kKind][3] = &FloatDotTall<kWeight, kKind>;
   table.batch[kWeight][kKind] = &FloatBatch<kWeight, kKind>;
-  table.asks_twice[kWeight][kKind] = AsksPairsTwice<kKind>();
+  table.asks_twice[kWeight][kKind] = AsksFloatsTwice<kWeight, kKind>();
 }
 
 }  // namespace
