@@ -8,7 +8,6 @@
 #include <vector>
 
 #include <fusedmoe/config.hpp>
-#include <fusedmoe/problems.hpp>
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>

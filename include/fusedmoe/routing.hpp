@@ -55,10 +55,10 @@ std::string ScoreFunctionNames();
 
 /// vLLM's list of methods grew, and old numbers changed their meaning: which list is meant.
 enum class RoutingEra : uint8_t {
-  kSeed,       ///< April 2026: Custom 6, Simulated 7, Unspecified 8
-  kHead,       ///< May 2026: SigmoidRenorm 6, MiniMax2 7, Unspecified 8, the rest from 100
-  kNewest,     ///< later: as kHead, with Sigmoid 8 and Unspecified 9
-  kFlashInfer  ///< FlashInfer's own enumeration: as kNewest without the hundreds, Unspecified 10
+  kVllm202604,  ///< vLLM of April 2026: Custom 6, Simulated 7, Unspecified 8
+  kVllm202605,  ///< of May 2026: SigmoidRenorm 6, MiniMax2 7, Unspecified 8, the rest from 100
+  kVllmNewest,  ///< later: as kVllm202605, with Sigmoid 8 and Unspecified 9
+  kFlashInfer   ///< FlashInfer's own enumeration: as kVllmNewest without the hundreds, Unspecified 10
 };
 /// The number of a method in that list, for engines that hold vLLM's numbers (docs/upstream_map.md); nothing
 /// where the list does not know it. Files of ours hold names only.
@@ -73,12 +73,12 @@ struct RouterDescription {
   bool renormalize = false;
   int64_t num_expert_groups = 0;  ///< 0: none given
   bool has_correction_bias = false;
-  float scaling_factor = 1.0F;  ///< looked at by kNewest only
+  float scaling_factor = 1.0F;  ///< looked at by kVllmNewest only
 };
 /// The label that vLLM of that era gives the router, for engines that mirror its configuration
 /// (docs/upstream_map.md). It decides which kernels may route by themselves. Without a correction bias it
 /// ignores expert groups: kUnspecified and the softmax labels do not mean that there are none.
-RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra era = RoutingEra::kHead);
+RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra era = RoutingEra::kVllm202605);
 
 /// Fills [M, top_k] ids and weights of a whole batch, in any order. Called once a batch, from the calling
 /// thread.

@@ -78,7 +78,7 @@ uint64_t SealOf(const std::byte* blob, int64_t bytes, BlobHeader header) {
   return Digest(blob + kHeaderBytes, bytes - kHeaderBytes, Fingerprint(&header, sizeof(header)));
 }
 
-/// The experts of a rank after moves, one place each however many there were.
+/// The experts of a rank after moves: one Place for each, however often it has moved.
 struct MovedExperts {
   struct Place {
     int64_t index = -1;  ///< in `first`; or

@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 #include <fusedmoe/parallel.hpp>
+#include <fusedmoe/problems.hpp>
 
 #include "config/validate.hpp"
 #include "parallel/agreement.hpp"

@@ -80,7 +80,7 @@ std::string Facts(const Candidate& candidate, const Verdict& verdict) {
   if (said(verdict.required) || verdict.required == candidate.backend) {
     return {};
   }
-  return said(verdict.actual) ? fmt::format(" (needs {})", verdict.required)
+  return said(verdict.actual) || verdict.actual == "none" ? fmt::format(" (needs {})", verdict.required)
                               : fmt::format(" (is {}; needs {})", verdict.actual, verdict.required);
 }
 

@@ -32,8 +32,8 @@ constexpr Numbers kNumbers[] = {
 
 /// The label of sigmoid scores.
 RoutingMethod DeriveSigmoid(const RouterDescription& router, RoutingEra era) {
-  const bool old = era == RoutingEra::kSeed;
-  const bool newest = era == RoutingEra::kNewest || era == RoutingEra::kFlashInfer;
+  const bool old = era == RoutingEra::kVllm202604;
+  const bool newest = era == RoutingEra::kVllmNewest || era == RoutingEra::kFlashInfer;
   if (router.has_correction_bias) {
     if (newest && !router.renormalize) {
       return RoutingMethod::kUnspecified;
@@ -102,13 +102,13 @@ std::optional<RoutingMethod> RoutingMethodOfValue(int value, RoutingEra era) {
 }
 
 RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra era) {
-  const bool newest = era == RoutingEra::kNewest || era == RoutingEra::kFlashInfer;
+  const bool newest = era == RoutingEra::kVllmNewest || era == RoutingEra::kFlashInfer;
   if (!router.score) {
     return RoutingMethod::kUnspecified;
   }
   switch (*router.score) {
     case ScoreFunction::kSqrtSoftplus:
-      return router.renormalize && era != RoutingEra::kSeed ? RoutingMethod::kDeepseekV4
+      return router.renormalize && era != RoutingEra::kVllm202604 ? RoutingMethod::kDeepseekV4
                                                             : RoutingMethod::kUnspecified;
     case ScoreFunction::kSigmoid:
       return DeriveSigmoid(router, era);

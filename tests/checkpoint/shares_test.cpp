@@ -7,6 +7,7 @@
 #include <fstream>
 #include <sstream>
 
+#include <fusedmoe/problems.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "checkpoint/raw_checkpoint.hpp"

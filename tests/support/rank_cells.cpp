@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include <fusedmoe/jobs/verify.hpp>
+#include <fusedmoe/problems.hpp>
 
 #include "layer/rank_plan.hpp"
 #include "numerics/rows.hpp"

@@ -106,7 +106,7 @@ Outcome RunMethodTypes(const nlohmann::json& table) {
                                    .renormalize = row.at(2).get<bool>(),
                                    .num_expert_groups = row.at(3).is_null() ? 0 : row.at(3).get<int64_t>(),
                                    .has_correction_bias = row.at(4).get<bool>()};
-    const RoutingMethod method = DeriveRoutingMethod(router, RoutingEra::kHead);
+    const RoutingMethod method = DeriveRoutingMethod(router, RoutingEra::kVllm202605);
     if (RoutingMethodName(method) != row.at(5).get<std::string>()) {
       return row.dump() + ": got " + std::string(RoutingMethodName(method));
     }
@@ -118,7 +118,7 @@ Outcome RunMethodTypes(const nlohmann::json& table) {
 Outcome RunMethodValues(const nlohmann::json& table) {
   Outcome last;
   for (const RoutingEra era :
-       {RoutingEra::kHead, RoutingEra::kSeed, RoutingEra::kNewest, RoutingEra::kFlashInfer}) {
+       {RoutingEra::kVllm202605, RoutingEra::kVllm202604, RoutingEra::kVllmNewest, RoutingEra::kFlashInfer}) {
     last.reset();
     for (const auto& row : table.at("rows")) {
       const auto method = ParseRoutingMethod(row.at(0).get<std::string>());

@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include <fusedmoe/problems.hpp>
+
 #include "checkpoint/matrices/matrix_reader.hpp"
 #include "checkpoint/matrices/matrix_slices.hpp"
 #include "core/checked_math.hpp"

@@ -270,8 +270,9 @@ CostChoice FindCost(const CpuCosts* tuned, const Machine& machine, Isa isa, Weig
       best = nearest;
       choice.row = best.row;
       const bool this_cpu = !known.match.empty() && machine.cpu_name.find(known.match) != std::string::npos;
-      choice.source = fmt::format("built in, of {}{}", this_cpu ? "this CPU" : known.label,
-                                  best.distance == 0 ? "" : fmt::format(" and {}", best.row->scheme));
+      choice.source = fmt::format("built in, of {}{}{}", this_cpu ? "this CPU" : known.label,
+                                  best.distance == 0 ? "" : fmt::format(" and {}", best.row->scheme),
+                                  this_cpu ? "" : "; `fusedmoe tune` measures this CPU");
     }
   }
   if (choice.row != nullptr) {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include <fusedmoe/jobs/verify.hpp>
+#include <fusedmoe/problems.hpp>
 
 #include "jobs/bench/random_weights.hpp"
 #include "jobs/bench/reference_rows.hpp"

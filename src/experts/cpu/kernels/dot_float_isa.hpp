@@ -48,8 +48,8 @@ constexpr bool AsksByVectors() {
          (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
 }
 
-/// Whether short tiles can ask for lines twice (KernelTable::asks_twice): units for f16, and weights of 16 and
-/// 32 bits in fp32. `vdpbf16ps` is not for cores of Intel, where it has half of the rate of fp32.
+/// Whether short tiles can ask for lines twice (KernelTable::asks_twice): units for f16, and weights of 16
+/// and 32 bits in fp32. `vdpbf16ps` is not for cores of Intel, where it has half of the rate of fp32.
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool AsksFloatsTwice() {
   return kKind == kTileF16 || (kKind == kTileF32 && VectorK(kWeight) <= 2 && kHalves == 1);
