@@ -61,9 +61,13 @@ std::string ConfigurationsIn(const std::string& directory) {
 // By model_type; in a configuration without one, by the name of the model's class.
 Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& config) {
   const bool typed = !config.model_types().empty();
-  const std::vector<std::string> names = typed ? config.model_types() : config.Architectures();
+  std::vector<std::string> names = typed ? config.model_types() : config.Architectures();
   if (names.empty()) {
     return Status::BadInput("'model_type' is missing").WithFile(config.path());
+  }
+  const std::string first = names.front();
+  if (typed) {  // the model's own name before that of its text: MiniMax-M3 calls its text minimax_m2
+    std::reverse(names.begin(), names.end());
   }
   const std::string_view key = typed ? "model_type" : "the architecture";
   for (const std::string& name : names) {
@@ -77,7 +81,7 @@ Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& co
           .WithFile(config.path());
     }
   }
-  return Status::Unsupported(fmt::format("{} '{}' is unknown", key, names.front()))
+  return Status::Unsupported(fmt::format("{} '{}' is unknown", key, first))
       .WithFile(config.path())
       .WithHint("docs/checkpoints.md lists the families, and how to add one");
 }

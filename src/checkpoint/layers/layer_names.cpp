@@ -52,6 +52,7 @@ constexpr FusedSpelling kFused[] = {
     {ExpertForm::kFused, "", "input_linear", "output_linear"},
     {ExpertForm::kFused, "", "experts.w13_weight", "experts.w2_weight"},
     {ExpertForm::kFused, "", "experts.fc1", "experts.fc2"},
+    {ExpertForm::kFused, "", "experts.fc", "experts.proj"},  // IQuest-Q1
     {ExpertForm::kFused, "", "mlp1_weight", "mlp2_weight"},
     {ExpertForm::kStacked, "experts.gate_proj", "experts.up_proj", "experts.down_proj"},
     {ExpertForm::kStacked, "gate_proj", "up_proj", "down_proj"},
