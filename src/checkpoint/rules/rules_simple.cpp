@@ -1,11 +1,10 @@
 // The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4,
 // bitsandbytes.
-#include <memory>
+#include <utility>
 
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
-#include "checkpoint/rules/pattern.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
 #include "checkpoint/rules/rules_support.hpp"
 #include "core/text.hpp"
@@ -61,6 +60,34 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
   return format;
 }
 
+// Which method the routed experts have beside FP8 for the rest, under any of its names: DeepSeek-V4's
+// "fp4", MiMo's and Ling's "mxfp4".
+Result<bool> HasFp4Experts(const JsonValue& spec, const std::string& path, const ModelConfig& config) {
+  // transformers moves the key into its quantization configuration.
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> of_model, config.Text("expert_dtype"));
+  FMOE_ASSIGN_OR_RETURN(const std::string expert_dtype,
+                        Word(spec, "expert_dtype", of_model.value_or("fp8"), path));
+  if (expert_dtype != "fp4" && expert_dtype != "fp8") {
+    return Status::Unsupported(
+               fmt::format("'expert_dtype' is \"{}\", which is not supported; \"fp4\" and \"fp8\" are",
+                           expert_dtype))
+        .WithFile(path);
+  }
+  bool found = expert_dtype == "fp4";
+  for (const char* key : {"store_dtype", "routed_experts_quant_method"}) {
+    FMOE_ASSIGN_OR_RETURN(const std::string word, Word(spec, key, "fp8", path));
+    const std::string method = LowerCase(word);
+    if (method != "mxfp4" && method != "fp8") {
+      return NotSupported(key, *spec.Find(key), "\"mxfp4\" and \"fp8\" are", path);
+    }
+    found = found || method == "mxfp4";
+  }
+  for (const char* key : {"mxfp4_block_size", "routed_experts_group_size"}) {
+    FMOE_RETURN_IF_ERROR(Size(spec, key, 32, 32, 32, path).status());
+  }
+  return found;
+}
+
 // DeepSeek's inference code quantizes the input of FP4 weights as it does that of FP8 weights, in groups of
 // 128 with scales rounded up to powers of two (docs/checkpoints.md).
 ActivationFormat InputOfFp4Experts(const LinearFormat& fp8) {
@@ -79,21 +106,10 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   }
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, SkippedModules(spec, path));
   FMOE_ASSIGN_OR_RETURN(const LinearFormat format, ReadFp8Format(spec, path));
-  auto routed = format;
-  bool own_experts = false;
-  // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under
-  // shorter names. transformers moves the key into its quantization configuration.
-  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> of_model, config.Text("expert_dtype"));
-  FMOE_ASSIGN_OR_RETURN(const std::string expert_dtype,
-                        Word(spec, "expert_dtype", of_model.value_or("fp8"), path));
-  if (expert_dtype != "fp4" && expert_dtype != "fp8") {
-    return Status::Unsupported(
-               fmt::format("'expert_dtype' is \"{}\", which is not supported; \"fp4\" and \"fp8\" are",
-                           expert_dtype))
-        .WithFile(path);
-  }
-  if (expert_dtype == "fp4") {
-    own_experts = true;
+  LinearFormat routed = format;
+  // The routed experts are FP4 with a power of two for each 32, the rest FP8.
+  FMOE_ASSIGN_OR_RETURN(const bool fp4, HasFp4Experts(spec, path, config));
+  if (fp4) {
     routed.weight = Mx(DType::kF4E2M1);
     routed.activation = InputOfFp4Experts(format);
   }
@@ -102,19 +118,9 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
     if (!algorithm->is_string()) {
       return Wrong("moe_quant_algo", algorithm, "a string", path);
     }
-    own_experts = true;
     FMOE_ASSIGN_OR_RETURN(routed, ModelOptFormat(algorithm->string(), path));
   }
-  auto shared = std::make_shared<std::vector<std::string>>(std::move(skipped));
-  QuantRules rules;
-  rules.producer = "fp8";
-  rules.format_of = [=](const std::string& module) -> Result<LinearFormat> {
-    if (Listed(*shared, module)) {
-      return LinearFormat{};
-    }
-    return own_experts && module.find(".experts.") != std::string::npos ? routed : format;
-  };
-  return rules;
+  return ApartFromExperts("fp8", std::move(routed), format, std::move(skipped));
 }
 
 Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path) {

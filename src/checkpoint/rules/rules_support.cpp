@@ -124,4 +124,22 @@ Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vecto
   return rules;
 }
 
+QuantRules ApartFromExperts(std::string producer, LinearFormat routed, LinearFormat rest,
+                            std::vector<std::string> skipped) {
+  struct Parts {
+    LinearFormat routed, rest;
+    std::vector<std::string> skipped;
+  };
+  auto parts = std::make_shared<const Parts>(Parts{std::move(routed), std::move(rest), std::move(skipped)});
+  QuantRules rules;
+  rules.producer = std::move(producer);
+  rules.format_of = [parts](const std::string& module) -> Result<LinearFormat> {
+    if (Listed(parts->skipped, module)) {
+      return LinearFormat{};
+    }
+    return module.find(".experts.") != std::string::npos ? parts->routed : parts->rest;
+  };
+  return rules;
+}
+
 }  // namespace fusedmoe::checkpoint

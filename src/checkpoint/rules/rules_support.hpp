@@ -57,4 +57,8 @@ Result<std::vector<std::string>> SkippedModules(const JsonValue& spec, const std
 /// One format for all modules that are not skipped.
 Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped);
 
+/// One for the routed experts, by their names, and one for the others.
+QuantRules ApartFromExperts(std::string producer, LinearFormat routed, LinearFormat rest,
+                            std::vector<std::string> skipped);
+
 }  // namespace fusedmoe::checkpoint
