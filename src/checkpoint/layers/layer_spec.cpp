@@ -67,13 +67,14 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
 // divide; tools that quantize linear modules, a parameter for all experts that they did not take apart
 // (JetMoE, Longcat, Llama-4 by auto-round), which transformers may have taken apart when it saved the file of
 // llm-compressor; bitsandbytes such parameters and the routers of some models. AWQ and GPTQ files leave out
-// any module, by parts of names ("layers.0.", "shared_exp") or without a word, and vLLM goes by the tensors;
+// any module, by parts of names ("layers.0.", "shared_exp") or without a word, and vLLM goes by the tensors
+// (so do files for SGLang, whose metadata have its own names of modules);
 // where nothing at all has codes, the configuration is another model's.
 bool KeepsPlain(const TensorStore& store, std::string_view producer, const LinearFormat& format,
                 const TensorInfo& info) {
   const bool plain = IsPlainFloat(info.dtype);
   const bool joined = info.shape.rank() >= 3;
-  if (producer == "gptq" || producer == "awq" || producer == "compressed-tensors") {
+  if (producer == "gptq" || producer == "awq" || producer == "compressed-tensors" || producer == "sglang") {
     // Codes that are called as plain weights are told by their scales.
     const std::string_view sign = format.codes == ".weight" ? format.scale : format.codes;
     const auto has_codes = [&](const TensorInfo& other) { return other.name.ends_with(sign); };
@@ -250,6 +251,10 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     }
     // Stacks of transformers are made of experts whose gate and up were quantized apart.
     format.blocks_begin_at_up = weight_suffix.empty();
+  }
+  if (rules.producer == "modelopt" && format.weight.block.row > 1 && !has(format.scale) &&
+      has(".weight_scale_inv")) {
+    format.scale = ".weight_scale_inv";  // blocks that are DeepSeek's own
   }
   const TensorInfo* info = store.Find(base + weight_suffix);
   if (info != nullptr && format.quantized() && !has(format.scale) &&

@@ -1,6 +1,7 @@
 #include "checkpoint/matrices/matrix_tensors.hpp"
 
 #include <cmath>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -11,11 +12,29 @@
 #include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
+namespace {
+
+// TensorRT-LLM's W4AFP8 leaves weights their names and calls the scales of their inputs by DeepSeek's own:
+// "experts.0.w1.input_scale" of "experts.0.gate_proj".
+std::string InputScaleByNumber(const TensorStore& store, const std::string& base, const std::string& plain) {
+  constexpr std::pair<std::string_view, std::string_view> kNames[] = {
+      {"gate_proj", "w1"}, {"down_proj", "w2"}, {"up_proj", "w3"}};
+  for (const auto& [name, number] : kNames) {
+    if (base.ends_with(name)) {
+      std::string other = fmt::format("{}{}.input_scale", base.substr(0, base.size() - name.size()), number);
+      return store.Has(other) ? other : plain;
+    }
+  }
+  return plain;
+}
+
+}  // namespace
 
 std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::string_view suffix) {
   const std::string plain = place.base + std::string(suffix);
   if (place.weight_suffix == ".weight") {
-    return plain;
+    return suffix == ".input_scale" && !store.Has(plain) ? InputScaleByNumber(store, place.base, plain)
+                                                         : plain;
   }
   // Parameters of fused modules are tensors themselves: "gate_up_proj", "gate_up_proj_weight_scale"
   // (ModelOpt), "gate_up_proj_scale_inv" (transformers), "gate_up_proj_scales" (gpt-oss).

@@ -35,8 +35,7 @@ Result<std::optional<Side>> OpenSide(const std::string& directory, std::string_v
 
 Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, const std::string& path,
                             const ModelConfig& config) {
-  if (method == "modelopt" || method == "modelopt_fp4" || method == "modelopt_mixed" ||
-      method == "modelopt_mxfp8") {
+  if (method.starts_with("modelopt")) {  // "modelopt_fp4" and others too
     return ReadModelOptRules(spec, path);
   }
   if (method == "compressed-tensors") {
@@ -47,6 +46,12 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
   }
   if (method == "mxfp4") {
     return ReadMxfp4Rules(spec, path);
+  }
+  if (method == "blockwise_int8" || method == "w8a8_int8" || method == "w8a8_fp8") {
+    return ReadSglangRules(method, spec, path);
+  }
+  if (method == "w4afp8") {
+    return ReadW4AFp8Rules(spec, path);
   }
   if (method == "awq") {
     return ReadAwqRules(spec, path);
@@ -66,8 +71,9 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
   return Status::Unsupported(fmt::format("quant_method '{}' is not supported", method))
       .WithFile(path)
       .WithHint(
-          "modelopt, compressed-tensors, fp8, mxfp8, mxfp4, awq, gptq, auto-round, quark and bitsandbytes "
-          "are; dequantize the model to BF16 with the tool that wrote it");
+          "modelopt, compressed-tensors, fp8, mxfp8, mxfp4, awq, gptq, auto-round, quark, bitsandbytes, "
+          "blockwise_int8, w8a8_int8, w8a8_fp8 and w4afp8 are; dequantize the model to BF16 with the tool "
+          "that wrote it");
 }
 
 // GPTQModel names its methods by `method` too, and from 6 on reads `quant_method` as the older name of that;
@@ -154,7 +160,15 @@ Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfi
                  fmt::format("'quantization_config' is {}; an object is needed", spec->ToString()))
           .WithFile(config.path());
     }
-    FMOE_ASSIGN_OR_RETURN(const std::string method, MethodOf(*spec, "", config.path()));
+    FMOE_ASSIGN_OR_RETURN(const std::string method,
+                          MethodOf(*spec, IsModelOpts(*spec) ? "modelopt" : "", config.path()));
+    // ModelOpt's list of modules may stand in its own file alone.
+    if (method.starts_with("modelopt") && LacksQuantizedLayers(*spec)) {
+      FMOE_ASSIGN_OR_RETURN(const std::optional<Side> side, OpenSide(directory, kModelOptConfigFile));
+      if (side && !LacksQuantizedLayers(side->document)) {
+        return ReadModelOptRules(side->document, side->path);
+      }
+    }
     if (method.empty()) {
       return Status::BadInput("'quantization_config' lacks 'quant_method'").WithFile(config.path());
     }
@@ -169,6 +183,9 @@ Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfi
       continue;
     }
     FMOE_ASSIGN_OR_RETURN(const std::string method, MethodOf(side->document, known.method, side->path));
+    if (method == "modelopt" && LacksQuantizedLayers(side->document)) {
+      return ReadW4AFp8Rules(side->document, side->path);
+    }
     return Dispatch(method, side->document, side->path, config);
   }
   QuantRules rules;

@@ -16,7 +16,7 @@ namespace fusedmoe::checkpoint {
 /// What the quantization metadata says of every module. Thread-safe once built.
 struct QuantRules {
   std::string producer = "none";  ///< "modelopt", "compressed-tensors", "fp8", "mxfp4", "awq", "gptq",
-                                  ///< "quark", "auto-round", "bitsandbytes"
+                                  ///< "quark", "auto-round", "bitsandbytes", "sglang"
   /// The format of the linear module of that name ("model.layers.0.mlp.experts.3.up_proj").
   std::function<Result<LinearFormat>(const std::string& module)> format_of;
 };
@@ -27,6 +27,10 @@ Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfi
 
 /// The parsers of the producers: `spec` is the object that holds quant_method, `path` its file.
 Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path);
+/// Whether metadata without a quant_method are ModelOpt's, and whether they are MIXED_PRECISION without the
+/// list of modules that it needs.
+bool IsModelOpts(const JsonValue& spec);
+bool LacksQuantizedLayers(const JsonValue& spec);
 /// What one of ModelOpt's quant_algo means, with the group that it always has.
 Result<LinearFormat> ModelOptFormat(const std::string& algorithm, const std::string& path);
 Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path);
@@ -34,6 +38,10 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
                                      const ModelConfig& config);
 /// GPTQModel's, which has that name too.
 Result<QuantRules> ReadGptqModelFp8Rules(const JsonValue& spec, const std::string& path);
+/// "blockwise_int8", "w8a8_int8" and "w8a8_fp8".
+Result<QuantRules> ReadSglangRules(std::string_view method, const JsonValue& spec, const std::string& path);
+/// SGLang's "w4afp8", which TensorRT-LLM calls MIXED_PRECISION and nothing more.
+Result<QuantRules> ReadW4AFp8Rules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path);

@@ -58,6 +58,10 @@ std::optional<LinearFormat> Fp8Format(const std::string& algorithm) {
     format.activation = TokenFp8();
   } else if (algorithm == "FP8_PB_WO" || algorithm == "FP8_PB_REAL") {
     format.weight.block = {128, 128};
+  } else if (algorithm == "FP8_BLOCK_SCALES") {  // TensorRT-LLM's name for DeepSeek's
+    format.weight.block = {128, 128};
+    format.bytes_are_exponents = true;
+    format.activation = BlockFp8(128);
   } else if (algorithm == "MXFP8") {
     format.weight = Mx(DType::kF8E4M3);
     format.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
@@ -73,10 +77,8 @@ std::optional<LinearFormat> IntegerFormat(const std::string& algorithm, int64_t 
     format.weight = {.element = DType::kI4, .block = {1, group}, .block_scale_dtype = DType::kBF16};
     format.packing = Packing::kRowPairs;
     format.bits = 4;
-    if (algorithm == "W4A8_AWQ") {
+    if (algorithm == "W4A8_AWQ") {  // weight_scale_2 takes products through FP8: weights have no part of it
       format.activation = StaticFp8();
-      format.second_scale = ".weight_scale_2";
-      format.weight.has_tensor_scale = true;
     }
   } else if (algorithm == "W8A16" || algorithm == "W8A8_SQ_PER_CHANNEL") {
     format.weight = {.element = DType::kI8, .has_channel_scale = true};
@@ -116,8 +118,8 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
         .WithFile(path)
         .WithHint(
             "NVFP4, W4A16_NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, "
-            "MXFP8, W4A8_MXFP4_FP8, "
-            "MXFP4, W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL and MIXED_PRECISION are");
+            "FP8_BLOCK_SCALES, MXFP8, W4A8_MXFP4_FP8, MXFP4, W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL "
+            "and MIXED_PRECISION are");
   }
   format->scale = ".weight_scale";
   format->pre_quant_scale = ".pre_quant_scale";
@@ -166,6 +168,21 @@ Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::strin
   return size == 0 ? std::nullopt : std::optional(size);
 }
 
+// hf_quant_config.json nests what config.json has at the top.
+const JsonValue& SettingsOf(const JsonValue& spec) {
+  const JsonValue* inner = spec.Find("quantization");
+  return inner != nullptr && inner->is_object() ? *inner : spec;
+}
+
+// Whether groups describe weights and no inputs.
+bool SayNothingOfInputs(const JsonValue* groups) {
+  return groups != nullptr && !groups->members().empty() &&
+         std::all_of(groups->members().begin(), groups->members().end(), [](const auto& group) {
+           return group.second.Find("weights") != nullptr &&
+                  group.second.Find("input_activations") == nullptr;
+         });
+}
+
 Status ModelOptRules::ReadModules(const JsonValue* layers, const std::string& path) {
   if (layers == nullptr || !layers->is_object()) {
     return Status::BadInput("MIXED_PRECISION needs 'quantized_layers'").WithFile(path);
@@ -212,10 +229,21 @@ Result<LinearFormat> ModelOptFormat(const std::string& algorithm, const std::str
   return FormatOfAlgorithm(UpperCase(algorithm), std::nullopt, path);
 }
 
+bool IsModelOpts(const JsonValue& spec) {
+  const JsonValue* producer = spec.Find("producer");
+  const JsonValue* name = producer == nullptr ? nullptr : producer->Find("name");
+  return SettingsOf(spec).Find("quant_algo") != nullptr || (name != nullptr && name->string() == "modelopt");
+}
+
+bool LacksQuantizedLayers(const JsonValue& spec) {
+  const JsonValue& source = SettingsOf(spec);
+  const JsonValue* algorithm = source.Find("quant_algo");
+  return algorithm != nullptr && UpperCase(algorithm->string()) == "MIXED_PRECISION" &&
+         source.Find("quantized_layers") == nullptr;
+}
+
 Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path) {
-  // hf_quant_config.json nests what config.json has at the top.
-  const JsonValue* inner = spec.Find("quantization");
-  const JsonValue& source = inner != nullptr && inner->is_object() ? *inner : spec;
+  const JsonValue& source = SettingsOf(spec);
   const JsonValue* algorithm = source.Find("quant_algo");
   QuantRules result;
   result.producer = "modelopt";
@@ -243,6 +271,9 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
     FMOE_RETURN_IF_ERROR(rules->ReadModules(source.Find("quantized_layers"), path));
   } else {
     FMOE_ASSIGN_OR_RETURN(rules->all, FormatOfAlgorithm(name, group, path));
+    // NVFP4 of weights alone, if the file has no scales of inputs; vLLM goes by the groups.
+    rules->all->input_scale_optional = rules->all->input_scale_optional ||
+                                       (name == "NVFP4" && SayNothingOfInputs(source.Find("config_groups")));
   }
   if (const JsonValue* groups = source.Find("config_groups"); groups != nullptr) {
     const auto algorithm_of = [&](const std::string& target) -> AlgorithmOf {
