@@ -38,6 +38,7 @@ struct LinearFormat {
   std::string_view pre_quant_scale;
   std::string_view shape;         ///< I64 or I32 [2]: rows and columns, to be compared
   std::string_view row_major;     ///< U8, 0: codes lie row by row
+  std::string_view idle;          ///< stands there too, and no value depends on it
   bool reciprocal = false;        ///< second_scale and input_scale are stored as 1 / scale
   bool reciprocal_scale = false;  ///< so is the first scale (GPTQModel's FP8)
   float scale_divisor = 1.0F;     ///< of stored scales of blocks and rows
@@ -63,9 +64,9 @@ struct LinearFormat {
   bool quantized() const { return weight.quantized(); }
   /// Of all tensors that a file may have for the module, those that do not exist empty. (The levels above
   /// scales are parts of blocks, in the tensor of the codes.)
-  std::array<std::string_view, 9> Suffixes() const {
+  std::array<std::string_view, 10> Suffixes() const {
     return {codes,       scale,           second_scale, input_scale, zero_point,
-            group_index, pre_quant_scale, shape,        row_major};
+            group_index, pre_quant_scale, shape,        row_major,   idle};
   }
   /// Weight-only: of modules whose file has no scales of inputs.
   void LeaveInputsAlone() {

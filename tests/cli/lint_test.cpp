@@ -10,6 +10,7 @@
 
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
+#include "support/files.hpp"
 
 namespace fusedmoe::test {
 namespace {
@@ -288,6 +289,37 @@ TEST(Lint, TensorsOfTheBlockThatNothingReads_AreReported) {
     found.insert(finding.at("tensor").get<std::string>());
   }
   EXPECT_EQ(found, added) << result.out;
+}
+
+// ModelOpt's W4A8_AWQ and the scales of W4AFP8's inputs: known, whether a value depends on them or not.
+TEST(Lint, TensorsThatAFormatHasBesideItsWeights_AreNoFindings) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "fp8_w8a8:tensor_static");
+  checkpoint.Rewrite("model.safetensors", [](std::vector<NamedTensor>& tensors) {
+    std::vector<NamedTensor> more;
+    for (NamedTensor& tensor : tensors) {
+      const size_t experts = tensor.name.find(".experts."), suffix = tensor.name.rfind('.');
+      if (experts == std::string::npos) {
+        continue;
+      }
+      const std::string base = tensor.name.substr(0, suffix);
+      if (tensor.name.ends_with(".weight")) {
+        const int64_t rows = tensor.tensor.dim(0), cols = tensor.tensor.dim(1);
+        tensor.tensor = *Tensor::Allocate(DType::kU8, {rows / 2, cols});
+        std::memset(tensor.tensor.mutable_view().data(), 0x21, static_cast<size_t>(rows / 2 * cols));
+        more.push_back({base + ".weight_scale_2", *Tensor::Allocate(DType::kF32, {1})});
+      } else if (tensor.name.ends_with(".weight_scale")) {
+        tensor.tensor = *Tensor::Allocate(DType::kF32, {128, 1});
+        std::fill_n(tensor.tensor.mutable_view().as<float>(), 128, 0.5F);
+      }
+    }
+    tensors.insert(tensors.end(), more.begin(), more.end());
+  });
+  nlohmann::json config = nlohmann::json::parse(ReadFile(checkpoint.path() + "/config.json"));
+  config["quantization_config"] = {{"quant_method", "modelopt"}, {"quant_algo", "W4A8_AWQ"}};
+  WriteFile(checkpoint.path() + "/config.json", config.dump());
+  const ProcessResult result = RunLint(checkpoint);
+  EXPECT_EQ(result.exit_code, 0) << result.out;
+  EXPECT_TRUE(Of(result.Json(), "unused_tensor").empty()) << result.out;
 }
 
 TEST(Lint, Codes_AreListedOnceEach) {

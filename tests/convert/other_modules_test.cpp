@@ -91,6 +91,46 @@ TEST_F(ConvertOtherModules, StacksOfDraftLayers_AreAmongTheIgnored) {
   EXPECT_NE(std::find(list.begin(), list.end(), ct), list.end()) << list;
 }
 
+// W4AFP8: scales of inputs whose names are not those of their matrices belong to the experts all the same.
+TEST_F(ConvertOtherModules, ScalesOfInputsByOtherNames_AreNotCopied) {
+  const std::string source = Sample("plain", "unquantized");
+  auto file = ReadSafetensors(source + "/model.safetensors");
+  ASSERT_TRUE(file.ok()) << file.status().ToString();
+  const auto filled = [](DType dtype, const Shape& shape, const auto& value) {
+    Tensor tensor = *Tensor::Allocate(dtype, shape);
+    auto* const bytes = reinterpret_cast<char*>(tensor.mutable_view().data());
+    for (int64_t at = 0; at < tensor.view().total_bytes(); at += sizeof(value)) {
+      std::memcpy(bytes + at, &value, sizeof(value));
+    }
+    return tensor;
+  };
+  std::vector<NamedTensor> tensors;
+  for (const NamedTensor& tensor : file->tensors) {
+    const size_t list = tensor.name.find(".experts."), projection = tensor.name.rfind("_proj.weight");
+    if (list == std::string::npos || projection == std::string::npos) {
+      tensors.push_back(tensor);
+      continue;
+    }
+    const size_t dot = tensor.name.rfind('.', projection);
+    const char kind = tensor.name[dot + 1];
+    const std::string number = kind == 'g' ? "w1" : kind == 'd' ? "w2" : "w3";
+    const int64_t rows = tensor.tensor.dim(0), cols = tensor.tensor.dim(1);
+    tensors.push_back({tensor.name, filled(DType::kI8, {rows, cols / 2}, int8_t{0x21})});
+    tensors.push_back({tensor.name + "_scale_inv", filled(DType::kF32, {rows, cols / 128}, 0.5F)});
+    tensors.push_back(
+        {tensor.name.substr(0, dot + 1) + number + ".input_scale", filled(DType::kF32, {1}, 0.25F)});
+  }
+  ASSERT_TRUE(WriteSafetensors(source + "/model.safetensors", tensors, file->metadata).ok());
+  Json config = ReadJson(source + "/config.json");
+  config["quantization_config"] = {{"quant_method", "w4afp8"}};
+  WriteJson(source + "/config.json", config);
+  const auto written = ReadSafetensors(Lossless(source, "f32", "out") + "/model.safetensors");
+  ASSERT_TRUE(written.ok()) << written.status().ToString();
+  for (const NamedTensor& tensor : written->tensors) {
+    EXPECT_FALSE(tensor.name.ends_with(".input_scale")) << tensor.name;
+  }
+}
+
 TEST_F(ConvertOtherModules, FourBitsInABytePerCode_AreReadAtTheirWidth) {
   const fs::path formats = fs::path(FMOE_GOLDEN_DIR) / "formats";
   ExpectEqualTwins(WithAttention((formats / "ct-w3a8").string(), "unpacked"));

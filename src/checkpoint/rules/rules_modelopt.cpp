@@ -77,8 +77,9 @@ std::optional<LinearFormat> IntegerFormat(const std::string& algorithm, int64_t 
     format.weight = {.element = DType::kI4, .block = {1, group}, .block_scale_dtype = DType::kBF16};
     format.packing = Packing::kRowPairs;
     format.bits = 4;
-    if (algorithm == "W4A8_AWQ") {  // weight_scale_2 takes products through FP8: weights have no part of it
+    if (algorithm == "W4A8_AWQ") {
       format.activation = StaticFp8();
+      format.idle = ".weight_scale_2";  // takes products through FP8; weight_scale is the whole scale
     }
   } else if (algorithm == "W8A16" || algorithm == "W8A8_SQ_PER_CHANNEL") {
     format.weight = {.element = DType::kI8, .has_channel_scale = true};

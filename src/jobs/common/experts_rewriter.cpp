@@ -8,6 +8,7 @@
 
 #include "checkpoint/gguf/gguf_model.hpp"
 #include "checkpoint/layers/model_config.hpp"
+#include "checkpoint/matrices/matrix_tensors.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe::jobs {
@@ -116,7 +117,12 @@ std::vector<std::string_view> TensorsOfExperts(const LayerContext& layer,
   std::vector<std::string_view> tensors;
   for (int64_t expert = 0; expert < (fused ? 1 : layer.spec.config.num_experts); ++expert) {
     for (const Projection projection : Projections(layer)) {
-      const std::string module = Locate(layer, expert, projection).place.base;
+      const checkpoint::MatrixPlace place = Locate(layer, expert, projection).place;
+      const std::string& module = place.base;
+      const TensorInfo* scale = layer.store->Find(RoleName(*layer.store, place, ".input_scale"));
+      if (scale != nullptr && !scale->name.starts_with(module)) {  // W4AFP8's have names of their own
+        tensors.push_back(scale->name);
+      }
       for (auto name = std::lower_bound(sorted.begin(), sorted.end(), module);
            name != sorted.end() && name->starts_with(module); ++name) {
         if (Belongs(*name, module, fused)) {

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/matrices/matrix_reader.hpp"
+#include "checkpoint/matrices/matrix_tensors.hpp"
 
 namespace fusedmoe::lint {
 
@@ -210,12 +211,14 @@ void LintUnused(const LayerContext& context, Findings& findings) {
       if (!format.ok()) {
         return;  // reported already, and what belongs here is not known
       }
+      suffixes.insert(".bias");
       for (const std::string_view suffix : format->Suffixes()) {
         if (!suffix.empty()) {
-          suffixes.insert(std::string(suffix));
+          const std::string name = RoleName(*context.store, located.place, suffix);
+          const size_t dot = name.rfind('.');
+          used[name.substr(0, dot)].insert(name.substr(dot));
         }
       }
-      suffixes.insert(".bias");
     }
   }
   LintUnusedOfExperts(context, used, findings);
