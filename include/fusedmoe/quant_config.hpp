@@ -60,6 +60,7 @@ enum class QuantKind : uint8_t {
 std::string_view QuantKindName(QuantKind kind);
 /// The kind of that name (exact spelling), or nothing; "" is kNone.
 std::optional<QuantKind> ParseQuantKind(std::string_view name);
+std::string QuantKindNames();  ///< "float8_e4m3fn, int8, ...", for messages
 
 /// One operand: what it is quantized to and with which tensors. Views are not owned; an empty view is absent.
 struct QuantDesc {
@@ -95,9 +96,9 @@ struct QuantConfigArguments {
 
 /// The quantization of one experts layer as vLLM's FusedMoEQuantConfig describes it: descriptors of both
 /// activations and both weights (1: the fused gate_up GEMM, 2: down) and everything that follows from them.
-/// For engines that mirror vLLM's configuration (docs/upstream_map.md); a MoeLayer takes a Scheme instead. A
-/// plain value, immutable once made: any number of threads may read it, and all functions of this header are
-/// pure and may be called from any thread.
+/// A MoeLayer takes a Scheme and experts instead: SourceOfStacked (stacked.hpp) makes both of it. A plain
+/// value, immutable once made: any number of threads may read it, and all functions of this header are pure
+/// and may be called from any thread.
 struct QuantConfig {
   QuantDesc a1, a2, w1, w2;
   bool is_scale_swizzled = true;

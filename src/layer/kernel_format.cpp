@@ -56,26 +56,6 @@ bool SharesInputScales(std::string_view backend) {
   return found != nullptr && found->one_input_scale;
 }
 
-ExpertSource SourceOfStacked(std::shared_ptr<const PreparedWeights> stacked, const FusedShape& shape,
-                             const Scheme& scheme) {
-  ExpertSource source;
-  source.num_local_experts = stacked->tensors.empty() ? 0 : stacked->tensors.front().tensor.dim(0);
-  source.scheme = scheme;
-  source.load = [stacked = std::move(stacked), shape](int64_t expert) -> Result<CanonicalExpert> {
-    ExpertTensors tensors;
-    for (const PreparedWeights::Named& named : stacked->tensors) {
-      if (named.tensor.shape().rank() != 3 || expert >= named.tensor.dim(0)) {
-        return Status::BadInput(fmt::format("is {}; [experts, rows, columns] is required",
-                                            named.tensor.shape().ToString()))
-            .WithTensor(named.name);
-      }
-      tensors.Set(named.name, Tensor::Borrow(named.tensor.view()[expert], named.tensor.owner()));
-    }
-    return SplitExpert(shape, tensors);
-  };
-  return source;
-}
-
 Result<std::shared_ptr<const PreparedWeights>> ConvertToKernelFormat(const MoeProblem& problem,
                                                                      std::string_view backend_name,
                                                                      const ExpertSource& source,

@@ -10,9 +10,8 @@
 
 #include "moe/backend.hpp"
 #include "moe/moe_kernel.hpp"
-#include "weights/steps/fused_expert.hpp"
 
-/// What vLLM's oracles do behind their choice, as plain functions: from stacked weights to a kernel's layout,
+/// What vLLM's oracles do behind their choice, as plain functions: from experts to a kernel's layout,
 /// its quantization and the kernel. docs/upstream_map.md names the originals. MoeLayer does all of it at
 /// once.
 namespace fusedmoe {
@@ -24,11 +23,6 @@ Result<const Backend*> KernelBackend(std::string_view name);
 /// Whether one stored input scale, the largest of all experts, serves them all (upstream: "global scale
 /// factors").
 bool SharesInputScales(std::string_view backend);
-
-/// Stacked canonical tensors as a source of experts: names and shapes of FuseExpert with the experts in
-/// front, as upstream's w13, w13_scale, w13_scale_2 [E, 1, 2] ... `stacked` has no recipe.
-ExpertSource SourceOfStacked(std::shared_ptr<const PreparedWeights> stacked, const FusedShape& shape,
-                             const Scheme& scheme);
 
 /// The experts in the layout of a backend. kUnsupported with every verdict when it cannot run the problem.
 Result<std::shared_ptr<const PreparedWeights>> ConvertToKernelFormat(const MoeProblem& problem,

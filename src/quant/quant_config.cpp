@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
+#include "core/names.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -85,6 +86,17 @@ std::optional<QuantKind> ParseQuantKind(std::string_view text) {
   FMOE_QUANT_KIND_TABLE(FMOE_QUANT_KIND_PARSE)
 #undef FMOE_QUANT_KIND_PARSE
   return std::nullopt;
+}
+
+std::string QuantKindNames() {
+  std::string names;
+#define FMOE_QUANT_KIND_LIST(id, name, is_torch_dtype) \
+  if (QuantKind::id != QuantKind::kNone) {             \
+    AppendName(names, name);                           \
+  }
+  FMOE_QUANT_KIND_TABLE(FMOE_QUANT_KIND_LIST)
+#undef FMOE_QUANT_KIND_LIST
+  return names;
 }
 
 std::string_view OcpMxSchemeName(QuantKind activation, QuantKind weight) {

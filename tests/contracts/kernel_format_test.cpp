@@ -5,26 +5,7 @@
 namespace fusedmoe::contract_test {
 namespace {
 
-/// The stacked tensors of a layer, as an engine holds them.
-std::shared_ptr<const PreparedWeights> Stacked(const RandomLayer& layer) {
-  auto stacked = std::make_shared<PreparedWeights>();
-  for (int64_t e = 0; e < layer.source.num_local_experts; ++e) {
-    const ExpertTensors expert = *FuseExpert(*layer.source.load(e));
-    for (size_t index = 0; index < expert.tensors.size(); ++index) {
-      const auto& [name, tensor] = expert.tensors[index];
-      if (e == 0) {
-        stacked->tensors.push_back({name, *Tensor::Allocate(tensor.dtype(), {layer.source.num_local_experts,
-                                                                             tensor.dim(0), tensor.dim(1)})});
-      }
-      const int64_t bytes = tensor.view().total_bytes();
-      std::memcpy(stacked->tensors[index].tensor.mutable_view().data() + e * bytes, tensor.view().data(),
-                  static_cast<size_t>(bytes));
-    }
-  }
-  return stacked;
-}
-
-/// Stacked tensors -> layout -> kernel -> output, and the same through MoeLayer.
+/// Experts -> layout -> kernel -> output, and the same through MoeLayer.
 TEST(KernelFormat, ConvertAndMakeKernel_GiveWhatTheLayerGives) {
   for (const auto& [backend, scheme] :
        {std::pair("FLASHINFER_TRTLLM", "nvfp4_w4a4"), std::pair("FLASHINFER_CUTLASS", "nvfp4_w4a4"),
@@ -36,8 +17,7 @@ TEST(KernelFormat, ConvertAndMakeKernel_GiveWhatTheLayerGives) {
     c.batched = std::string_view(backend) == "FLASHINFER_CUTEDSL";
     const RandomLayer layer = MakeLayer(c);
     const MoeProblem problem = ProblemOf(layer);
-    const ExpertSource source = SourceOfStacked(Stacked(layer), FusedShapeOf(problem), layer.source.scheme);
-    const auto weights = ConvertToKernelFormat(problem, backend, source);
+    const auto weights = ConvertToKernelFormat(problem, backend, layer.source);
     ASSERT_TRUE(weights.ok()) << weights.status().ToString();
     const auto made = MakeKernel(problem, backend, *weights);
     ASSERT_TRUE(made.ok()) << made.status().ToString();
