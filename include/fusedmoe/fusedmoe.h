@@ -375,6 +375,37 @@ static inline void fmoe_layer_config_init(fmoe_layer_config* config) {
 fmoe_code fmoe_layer_create(const fmoe_layer_config* config, const fmoe_expert_source* experts,
                             const fmoe_layer_options* options, fmoe_layer** created);
 
+/* Experts as vLLM holds them, stacked, and its FusedMoEQuantConfig by the names of the accessors. Host
+ * memory, borrowed for as long as the layer. fusedmoe/stacked.hpp says which types and shapes go with which
+ * kind, docs/vllm.md which attribute of a vLLM layer goes where. */
+typedef struct fmoe_stacked_experts {
+  size_t struct_size;
+  fmoe_tensor w1;    /* [E, 2 intermediate, hidden]; without a gate [E, intermediate, hidden] */
+  fmoe_tensor w2;    /* [E, hidden, intermediate] */
+  const char* order; /* gate and up in the rows of w1: "w13" (null), "w31", "interleaved" */
+  /* "float8_e4m3fn", "int8", "fp8", "nvfp4", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8", "int4"; null: not
+   * quantized. Of activations, then of weights. */
+  const char* quant_dtype;
+  const char* weight_quant_dtype;
+  int32_t per_act_token_quant, per_out_ch_quant; /* 0 */
+  int64_t block_shape[2]; /* rows and columns, of FP8 weights alone too; columns 0: none */
+  fmoe_tensor w1_scale, w2_scale, w1_zp, w2_zp, w1_bias, w2_bias;
+  fmoe_tensor g1_alphas, g2_alphas, a1_scale, a2_scale, a1_gscale, a2_gscale;
+  float gemm1_alpha, gemm1_beta, gemm1_clamp_limit; /* NaN, as init leaves them: none */
+} fmoe_stacked_experts;
+
+void fmoe_stacked_experts_init_sized(fmoe_stacked_experts* experts, size_t struct_size);
+static inline void fmoe_stacked_experts_init(fmoe_stacked_experts* experts) {
+  fmoe_stacked_experts_init_sized(experts, sizeof(fmoe_stacked_experts));
+}
+
+/* fmoe_layer_create of such experts, which say more than their weights: `scheme` of the config must be null,
+ * sizes there may be 0, has_bias is not read, and a parameter of the activation may be given there or here.
+ * FMOE_USAGE names the field that is missing or has no place, FMOE_BAD_INPUT the tensor that does not fit,
+ * FMOE_UNSUPPORTED a pair of kinds that no scheme describes. */
+fmoe_code fmoe_layer_create_stacked(const fmoe_layer_config* config, const fmoe_stacked_experts* experts,
+                                    const fmoe_layer_options* options, fmoe_layer** created);
+
 /* ---------------------------------------------------------------------------------------------- forward */
 
 /* The memory of one forward at a time, on the device of the layer. On CPUs it serves every layer whose

@@ -149,8 +149,17 @@ Status AfterRouting(Status status);
 Result<CheckpointOptions> ToCheckpointOptions(const fmoe_checkpoint_options* options);
 Result<LayerOptions> ToOptions(const fmoe_layer_options* options);
 
-/// A layer of the experts that the caller holds.
+/// What the caller says of a layer of its own experts, checked.
+Result<MoeConfig> ToConfig(const fmoe_layer_config& from);
+Result<RouterWeights> ToRouter(const fmoe_layer_config& from);
+/// Held experts are those of one rank.
+Status CheckOneRank(const LayerOptions& options);
+
+/// A layer of the experts that the caller holds, one by one or stacked.
 Result<std::unique_ptr<MoeLayer>> CreateLayer(const fmoe_layer_config* config,
                                               const fmoe_expert_source* experts, const LayerOptions& options);
+Result<std::unique_ptr<MoeLayer>> CreateLayer(const fmoe_layer_config* config,
+                                              const fmoe_stacked_experts* experts,
+                                              const LayerOptions& options);
 
 }  // namespace fusedmoe::capi

@@ -70,6 +70,12 @@ fmoe_code fmoe_layer_create(const fmoe_layer_config* config, const fmoe_expert_s
                [&](const LayerOptions& taken) { return CreateLayer(config, experts, taken); });
 }
 
+fmoe_code fmoe_layer_create_stacked(const fmoe_layer_config* config, const fmoe_stacked_experts* experts,
+                                    const fmoe_layer_options* options, fmoe_layer** created) {
+  return Adopt(created, "created", options,
+               [&](const LayerOptions& taken) { return CreateLayer(config, experts, taken); });
+}
+
 void fmoe_layer_release(fmoe_layer* layer) {
   delete layer;
 }

@@ -75,6 +75,8 @@ TEST_F(CApiAbuse, NullWhereSomethingIsNeeded_IsUsage) {
   fmoe_layer_info_init(&info);
   const fmoe_forward forward{};
   const fmoe_expert_source source{};
+  fmoe_stacked_experts stacked;
+  fmoe_stacked_experts_init(&stacked);
   fmoe_eplb_shape shape;
   fmoe_eplb_shape_init(&shape);
   fmoe_layer* layer = nullptr;
@@ -101,6 +103,11 @@ TEST_F(CApiAbuse, NullWhereSomethingIsNeeded_IsUsage) {
       {"layer_create", [&] { return fmoe_layer_create(&config, nullptr, &options, &layer); }},
       {"layer_create", [&] { return fmoe_layer_create(&config, &source, &options, &layer); }},
       {"layer_create", [&] { return fmoe_layer_create(&config, &source, &options, nullptr); }},
+      {"layer_create_stacked",
+       [&] { return fmoe_layer_create_stacked(nullptr, &stacked, &options, &layer); }},
+      {"layer_create_stacked", [&] { return fmoe_layer_create_stacked(&config, nullptr, &options, &layer); }},
+      {"layer_create_stacked",
+       [&] { return fmoe_layer_create_stacked(&config, &stacked, &options, nullptr); }},
       {"workspace_create", [&] { return fmoe_workspace_create(nullptr, &workspace); }},
       {"workspace_create", [&] { return fmoe_workspace_create(layer_, nullptr); }},
       {"layer_forward", [&] { return fmoe_layer_forward(nullptr, &forward, workspace_, nullptr); }},
@@ -135,6 +142,7 @@ TEST_F(CApiAbuse, NullWhereSomethingIsNeeded_IsUsage) {
   fmoe_layer_options_init(nullptr);
   fmoe_layer_info_init(nullptr);
   fmoe_layer_config_init(nullptr);
+  fmoe_stacked_experts_init(nullptr);
   fmoe_eplb_step_init(nullptr);
   fmoe_eplb_shape_init(nullptr);
   fmoe_thread_pool_release(nullptr);
