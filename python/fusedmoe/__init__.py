@@ -14,6 +14,7 @@ import importlib
 from ._c import Error, version
 from ._layer import Checkpoint, EplbStep, Layer, LayerInfo, Routing
 from ._ranks import Communicator
+from ._stacked import Stacked
 from ._threads import set_num_threads
 
 __version__ = version()
@@ -25,5 +26,5 @@ def __getattr__(name):  # imported when they are asked for: they need torch, or 
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
-__all__ = ["Checkpoint", "Communicator", "EplbStep", "Error", "Layer", "LayerInfo", "Routing", "set_num_threads",
-           "version"]
+__all__ = ["Checkpoint", "Communicator", "EplbStep", "Error", "Layer", "LayerInfo", "Routing", "Stacked",
+           "set_num_threads", "version"]

@@ -88,6 +88,16 @@ class LayerConfig(Structure):
                 ("simulation_seed", c_uint64)]
 
 
+class StackedExperts(Structure):
+    _fields_ = [("struct_size", c_size_t), ("w1", Tensor), ("w2", Tensor), ("order", c_char_p),
+                ("quant_dtype", c_char_p), ("weight_quant_dtype", c_char_p), ("per_act_token_quant", c_int32),
+                ("per_out_ch_quant", c_int32), ("block_shape", c_int64 * 2), ("w1_scale", Tensor), ("w2_scale", Tensor),
+                ("w1_zp", Tensor), ("w2_zp", Tensor), ("w1_bias", Tensor), ("w2_bias", Tensor), ("g1_alphas", Tensor),
+                ("g2_alphas", Tensor), ("a1_scale", Tensor), ("a2_scale", Tensor), ("a1_gscale", Tensor),
+                ("a2_gscale", Tensor), ("gemm1_alpha", c_float), ("gemm1_beta", c_float),
+                ("gemm1_clamp_limit", c_float)]
+
+
 class Forward(Structure):
     _fields_ = [("hidden", Tensor), ("router_logits", Tensor), ("topk_ids", Tensor), ("topk_weights", Tensor),
                 ("token_ids", Tensor), ("output", Tensor), ("chosen_ids", Tensor), ("chosen_weights", Tensor)]
@@ -138,6 +148,9 @@ PROTOTYPES: list[tuple[str, Any, list[Any]]] = [
     ("fmoe_layer_config_init_sized", None, [POINTER(LayerConfig), c_size_t]),
     ("fmoe_layer_create", ctypes.c_int,
      [POINTER(LayerConfig), POINTER(ExpertSource), POINTER(LayerOptions), POINTER(c_void_p)]),
+    ("fmoe_stacked_experts_init_sized", None, [POINTER(StackedExperts), c_size_t]),
+    ("fmoe_layer_create_stacked", ctypes.c_int,
+     [POINTER(LayerConfig), POINTER(StackedExperts), POINTER(LayerOptions), POINTER(c_void_p)]),
     ("fmoe_workspace_create", ctypes.c_int, [c_void_p, POINTER(c_void_p)]),
     ("fmoe_workspace_release", None, [c_void_p]),
     ("fmoe_layer_forward", ctypes.c_int, [c_void_p, POINTER(Forward), c_void_p, POINTER(Executor)]),
@@ -205,11 +218,12 @@ def check(code: int) -> None:
         raise Error.of(lib.fmoe_last_error().contents)
 
 
-_Struct = TypeVar("_Struct", CheckpointOptions, LayerInfo, LayerOptions, LayerConfig, EplbStep, EplbShape)
+_Struct = TypeVar("_Struct", CheckpointOptions, LayerInfo, LayerOptions, LayerConfig, StackedExperts, EplbStep, EplbShape)
 _INIT: dict[Any, Any] = {
     CheckpointOptions: lib.fmoe_checkpoint_options_init_sized,
     LayerInfo: lib.fmoe_layer_info_init_sized, LayerOptions: lib.fmoe_layer_options_init_sized,
-    LayerConfig: lib.fmoe_layer_config_init_sized, EplbStep: lib.fmoe_eplb_step_init_sized,
+    LayerConfig: lib.fmoe_layer_config_init_sized, StackedExperts: lib.fmoe_stacked_experts_init_sized,
+    EplbStep: lib.fmoe_eplb_step_init_sized,
     EplbShape: lib.fmoe_eplb_shape_init_sized}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from . import _c, _tensors
 from ._handle import Handle
 from ._ranks import Communicator
+from ._stacked import Stacked
 from ._tensors import Tensor
 from ._threads import Pool, current_pool
 from ._workspaces import Workspace, Workspaces
@@ -202,7 +203,7 @@ class Layer(Handle):
                 f"{info.backend})")
 
     @classmethod
-    def create(cls, experts: Sequence[Mapping[str, Any]], *, top_k: int, scheme: str = "unquantized",
+    def create(cls, experts: Sequence[Mapping[str, Any]] | Stacked, *, top_k: int, scheme: str | None = None,
                activation: str = "silu", alpha: float | None = None, beta: float | None = None,
                limit: float | None = None, dtype: str = "BF16", apply_router_weight_on_input: bool = False,
                routing: Routing | str | None = None, renormalize: bool = True, num_groups: int = 1, topk_groups: int = 1,
@@ -217,8 +218,8 @@ class Layer(Handle):
         `experts`: one dict an expert with "gate" (absent where the activation is not gated), "up" and "down"; each the
         codes, [outputs, inputs], or a dict of "codes", "block_scale", "zero_point", "channel_scale", "bias",
         "group_index", "pre_quant_scale" (tensors) and "tensor_scale", "input_tensor_scale" (numbers). Packed codes
-        come as bytes. The layer has weights of its own afterwards, except in the reference backend, which reads
-        these.
+        come as bytes. Or all of them `Stacked`, which say their scheme. The layer has weights of its own afterwards,
+        except in the reference backend, which reads these. `scheme`: "unquantized" unless it is given.
 
         `activation`: "silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu", "relu2", "situ", or, without a
         gate, "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu_no_mul", "relu2_no_mul". `alpha` (slope of the
@@ -234,22 +235,19 @@ class Layer(Handle):
         `token_id_to_experts` [vocabulary, top_k] of "DeepseekV4", whose forwards bring token_ids."""
         if dtype not in _c.DTYPE:
             raise ValueError(f"dtype is {dtype!r}, it must be 'BF16', 'F16' or 'F32'")
-        element = _element(scheme)
-        built = [_expert(expert, number, element) for number, expert in enumerate(experts)]
-        if not built:
-            raise ValueError("a layer needs at least one expert")
         config = _c.initialized(_c.LayerConfig)
-        up = built[0][0].up.codes
-        if up.rank != 2:
-            raise ValueError(f"expert 0, up has shape {up.shape[:up.rank]}, [intermediate, hidden] is required")
-        config.num_experts, config.top_k = len(built), _c.integer(top_k, "top_k")
-        config.intermediate, config.hidden = up.shape[0], up.shape[1]
-        config.dtype, config.scheme = _c.DTYPE[dtype], _c.encoded(scheme, "scheme")
+        source: _c.ExpertSource | _c.StackedExperts
+        if isinstance(experts, Stacked):
+            create, (source, held) = _c.lib.fmoe_layer_create_stacked, experts._struct()
+        else:
+            create = _c.lib.fmoe_layer_create
+            source, held = _held(experts, "unquantized" if scheme is None else scheme, config)
+        config.top_k = _c.integer(top_k, "top_k")
+        config.dtype, config.scheme = _c.DTYPE[dtype], None if scheme is None else _c.encoded(scheme, "scheme")
         config.activation = _c.encoded(activation, "activation")
         for name, parameter in (("alpha", alpha), ("beta", beta), ("limit", limit)):
             if parameter is not None:  # else the library knows
                 setattr(config, name, parameter)
-        config.has_bias = bool(built[0][0].down.bias.data)
         config.apply_router_weight_on_input = apply_router_weight_on_input
         if isinstance(routing, str):
             config.routing = _c.encoded(routing, "routing")
@@ -270,15 +268,10 @@ class Layer(Handle):
             setattr(config, name, window)
             owners.append(owner)
 
-        def load(_self: int | None, expert: int, out: int) -> int:
-            ctypes.memmove(out, ctypes.byref(built[expert][0]), ctypes.sizeof(_c.Expert))
-            return 0
-
-        source = _c.ExpertSource(None, _c.LOAD(load), _c.UNLOAD())
         c_options, alive = _options(options)
-        layer = cls(_c.made(_c.lib.fmoe_layer_create, ctypes.byref(config), ctypes.byref(source),
-                            ctypes.byref(c_options)), None if isinstance(routing, str) else routing)
-        layer._alive = (built, source, owners, alive)
+        layer = cls(_c.made(create, ctypes.byref(config), ctypes.byref(source), ctypes.byref(c_options)),
+                    None if isinstance(routing, str) else routing)
+        layer._alive = (held, source, owners, alive)
         return layer
 
     @property
@@ -376,6 +369,25 @@ def _element(scheme: str) -> str | None:
     _c.check(_c.lib.fmoe_scheme_element(_c.encoded(scheme, "scheme"), ctypes.byref(element)))
     name = _c.DTYPES[element.value]
     return None if name in ("BF16", "F16", "F32") else name
+
+
+def _held(experts: Sequence[Mapping[str, Any]], scheme: str, config: _c.LayerConfig) -> tuple[_c.ExpertSource, list[Any]]:
+    """A source of experts one by one, whose sizes go into `config`, and what it points at."""
+    element = _element(scheme)
+    built = [_expert(expert, number, element) for number, expert in enumerate(experts)]
+    if not built:
+        raise ValueError("a layer needs at least one expert")
+    up = built[0][0].up.codes
+    if up.rank != 2:
+        raise ValueError(f"expert 0, up has shape {up.shape[:up.rank]}, [intermediate, hidden] is required")
+    config.num_experts, config.intermediate, config.hidden = len(built), up.shape[0], up.shape[1]
+    config.has_bias = bool(built[0][0].down.bias.data)
+
+    def load(_self: int | None, expert: int, out: int) -> int:
+        ctypes.memmove(out, ctypes.byref(built[expert][0]), ctypes.sizeof(_c.Expert))
+        return 0
+
+    return _c.ExpertSource(None, _c.LOAD(load), _c.UNLOAD()), built
 
 
 _MATRIX_FIELDS = frozenset(field[0] for field in _c.Matrix._fields_)

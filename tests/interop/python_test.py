@@ -333,6 +333,38 @@ class Python(Case):
         self.assertTrue(torch.equal(same(hidden, topk_ids=ids, topk_weights=weights),
                                     made(hidden, topk_ids=ids, topk_weights=weights)))
 
+    def test_stacked_experts_of_torch(self):
+        # FP8 weights in blocks, beside which a FusedMoEQuantConfig shows no block_shape; and MXFP4 as gpt-oss has it.
+        experts, hidden, inner = 4, 256, 128
+        w13, w2 = (torch.randn(experts, *shape).to(torch.float8_e4m3fn) for shape in ((2 * inner, hidden), (hidden, inner)))
+        s13, s2 = (torch.rand(experts, w.shape[1] // 128, w.shape[2] // 128) / 64 for w in (w13, w2))
+        quant = SimpleNamespace(quant_dtype=None, weight_quant_dtype=torch.float8_e4m3fn, block_shape=None, w1_scale=s13,
+                                w2_scale=s2, _w1=SimpleNamespace(shape=SimpleNamespace(row=128, col=128)))
+        x, logits = torch.randn(5, hidden, dtype=torch.bfloat16), torch.randn(5, experts)
+        stacked = fusedmoe.Layer.create(fusedmoe.Stacked(w13, w2, quant), top_k=2, max_tokens=8)
+        self.assertEqual(stacked.info.scheme, "fp8_w8a16:block128")
+        single = [{name: {"codes": codes[e], "block_scale": scale[e]} for name, codes, scale in (
+            ("gate", w13[:, :inner], s13[:, :1]), ("up", w13[:, inner:], s13[:, 1:]), ("down", w2, s2))} for e in range(experts)]
+        one_by_one = fusedmoe.Layer.create(single, top_k=2, scheme="fp8_w8a16:block128", max_tokens=8)
+        self.assertTrue(torch.equal(stacked(x, router_logits=logits), one_by_one(x, router_logits=logits)))
+
+        w13, w2 = (torch.randint(0, 256, (experts, *shape), dtype=torch.uint8) for shape in ((2 * inner, 128), (hidden, 64)))
+        s13, s2 = (torch.randint(115, 122, (experts, w.shape[1], w.shape[2] // 16), dtype=torch.uint8) for w in (w13, w2))
+        b13, b2 = (torch.randn(experts, w.shape[1], dtype=torch.bfloat16) for w in (w13, w2))
+        quant = {"weight_quant_dtype": "mxfp4", "w1_scale": s13, "w2_scale": s2, "w1_bias": b13, "w2_bias": b2,
+                 "gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
+        options = {"top_k": 2, "activation": "swigluoai", "max_tokens": 8}
+        stacked = fusedmoe.Layer.create(fusedmoe.Stacked(w13, w2, quant, order="interleaved"), **options)
+        e8m0 = torch.float8_e8m0fnu
+        single = [{name: {"codes": codes[e], "block_scale": scale[e].view(e8m0), "bias": bias[e].float().contiguous()}
+                   for name, codes, scale, bias in (("gate", w13[:, ::2], s13[:, ::2], b13[:, ::2]),
+                                                    ("up", w13[:, 1::2], s13[:, 1::2], b13[:, 1::2]), ("down", w2, s2, b2))}
+                  for e in range(experts)]
+        one_by_one = fusedmoe.Layer.create(single, scheme="mxfp4_w4a16", **options)
+        self.assertTrue(torch.equal(stacked(x, router_logits=logits), one_by_one(x, router_logits=logits)))
+        with self.assertRaisesRegex(ValueError, "w1 lies on meta, weights are prepared from host memory"):
+            fusedmoe.Layer.create(fusedmoe.Stacked(w13.to("meta"), w2, quant), **options)
+
     def test_layer_on_a_card(self):
         if not torch.cuda.is_available():
             self.skipTest("no card")

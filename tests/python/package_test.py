@@ -214,6 +214,60 @@ class Package(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "F4_E2M1"):
             fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, scheme="nvfp4_w4a16")
 
+    def test_stacked_experts(self):
+        # INT8 with a scale for each row, gate and up interleaved, as one stack and as experts one by one.
+        hidden, inner, experts = 64, 32, 3
+        w13 = [(i * 29 + i // 7) % 255 - 127 for i in range(experts * 2 * inner * hidden)]
+        w2 = [(i * 31 + i // 5) % 255 - 127 for i in range(experts * hidden * inner)]
+        s13 = [(1 + i % 5) / 4096 for i in range(experts * 2 * inner)]
+        s2 = [(1 + i % 3) / 2048 for i in range(experts * hidden)]
+
+        def rows(e, first, count=inner):
+            at = [e * 2 * inner + first + 2 * r for r in range(count)]
+            codes = [w13[r * hidden:][:hidden] for r in at]
+            return {"codes": matrix(struct.pack(f"{inner * hidden}b", *sum(codes, [])), [inner, hidden], "b"),
+                    "channel_scale": matrix(struct.pack(f"{inner}f", *(s13[r] for r in at)), [inner])}
+
+        single = [{"gate": rows(e, 0), "up": rows(e, 1),
+                   "down": {"codes": matrix(struct.pack(f"{hidden * inner}b", *w2[e * hidden * inner:][:hidden * inner]),
+                                            [hidden, inner], "b"),
+                            "channel_scale": matrix(struct.pack(f"{hidden}f", *s2[e * hidden:][:hidden]), [hidden])}}
+                  for e in range(experts)]
+        quant = {"quant_dtype": "int8", "weight_quant_dtype": "int8", "per_act_token_quant": True, "block_shape": None,
+                 "w1_scale": matrix(struct.pack(f"{len(s13)}f", *s13), [experts, 2 * inner, 1]),
+                 "w2_scale": matrix(struct.pack(f"{len(s2)}f", *s2), [experts, hidden]), "gemm1_clamp_limit": 2.0,
+                 "is_scale_swizzled": True}
+        stacks = [matrix(struct.pack(f"{len(w13)}b", *w13), [experts, 2 * inner, hidden], "b"),
+                  matrix(struct.pack(f"{len(w2)}b", *w2), [experts, hidden, inner], "b")]
+
+        def output(layer):
+            self.assertEqual(layer.info.scheme, "int8_w8a8:channel")
+            x = matrix(struct.pack(f"{2 * hidden}f", *((i * 13 % 17 - 8) / 8 for i in range(2 * hidden))), [2, hidden])
+            out = matrix(bytes(x.nbytes), [2, hidden])
+            layer(x, topk_ids=matrix(struct.pack("4i", 0, 2, 1, 0), [2, 2], "i"),
+                  topk_weights=matrix(struct.pack("4f", 0.5, 1, 1, 0.25), [2, 2]), out=out)
+            return bytes(out)
+
+        options = {"top_k": 2, "dtype": "F32", "max_tokens": 4}
+        expected = output(fusedmoe.Layer.create(single, scheme="int8_w8a8:channel", limit=2.0, **options))
+        self.assertTrue(any(expected))
+        accessors = SimpleNamespace(**quant, w1_zp=None)  # as a FusedMoEQuantConfig has them
+        for given in (quant, accessors):
+            stacked = fusedmoe.Stacked(*stacks, given, order="interleaved")
+            self.assertEqual(output(fusedmoe.Layer.create(stacked, **options)), expected)
+        plain = fusedmoe.Layer.create(fusedmoe.Stacked(*(matrix(bytes(4 * s.nbytes), s.shape) for s in stacks)), **options)
+        self.assertEqual((plain.info.scheme, plain.info.intermediate), ("unquantized", inner))
+        for arguments, more, kind, says in [
+                ((*stacks, {**quant, "w3_scale": None}), {}, TypeError, "quant has 'w3_scale', there are quant_dtype, "),
+                ((*stacks, 8), {}, TypeError, "quant is int, a FusedMoEQuantConfig or a dict"),
+                ((*stacks, quant, 13), {}, TypeError, "order is int"),
+                ((None, stacks[1], quant), {}, fusedmoe.Error, "w1 is missing"),
+                ((*stacks, quant), {"scheme": "int8_w8a8"}, fusedmoe.Error, "scheme is 'int8_w8a8'; stacked experts say"),
+                ((*stacks, quant), {"limit": 1.0}, fusedmoe.Error, "limit of the activation is 1 in the config and 2 as"),
+                ((*reversed(stacks), quant), {}, fusedmoe.Error, "w1 has 32 columns and w2 64 rows")]:
+            with self.assertRaisesRegex(kind, says):
+                fusedmoe.Layer.create(fusedmoe.Stacked(*arguments), **options, **more)
+
     def test_arguments_of_the_wrong_kind_never_reach_the_library(self):
         # ctypes cuts integers to the width of the argument, takes an int as the address of a text, and ends a text at
         # its first null: 2**70 was layer 0, mode=3 a crash, and "a\0b" the checkpoint "a".
