@@ -105,6 +105,7 @@ constexpr Capability kTriton[] = {{
 constexpr Capability MarlinMx(std::span<const SchemePair> schemes, ActivationFormatKind format) {
   Capability marlin = Marlin(schemes, format);
   marlin.hidden = kBlocks;
+  marlin.dtypes = Set({DType::kBF16});  // its kernels read E8M0 scales beside no other type
   return marlin;
 }
 constexpr Capability kMarlin[] = {MarlinMx(kFp4Any, ActivationFormatKind::kStandard)};

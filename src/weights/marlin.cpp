@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "numerics/element_types.hpp"
-#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/packing.hpp"
 
@@ -178,9 +177,9 @@ Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind) {
   return codes;
 }
 
-Result<Tensor> MarlinPackStored(TensorView weights) {
+Result<Tensor> MarlinPackStored(TensorView weights, int activation_bits) {
   const int bits = DTypeBits(weights.dtype());
-  const MarlinKind kind{bits, 16};
+  const MarlinKind kind{bits, activation_bits};
   FMOE_RETURN_IF_ERROR(CheckKind(kind));
   const int64_t outputs = weights.dim(0), inputs = weights.dim(1);
   FMOE_RETURN_IF_ERROR(CheckWeightShape(inputs, outputs, kind));
@@ -202,9 +201,9 @@ Result<Tensor> MarlinPackStored(TensorView weights) {
   return packed;
 }
 
-Result<Tensor> MarlinUnpackStored(TensorView packed, DType element) {
+Result<Tensor> MarlinUnpackStored(TensorView packed, DType element, int activation_bits) {
   const int bits = DTypeBits(element);
-  const MarlinKind kind{bits, 16};
+  const MarlinKind kind{bits, activation_bits};
   FMOE_RETURN_IF_ERROR(CheckKind(kind));
   if (packed.empty() || packed.rank() != 2 || !packed.dense() || DTypeBits(packed.dtype()) != 32) {
     return Status::BadInput("Marlin weights must be a dense matrix of words");
@@ -264,29 +263,32 @@ Result<Tensor> MarlinUnpackZeroPoints(TensorView packed, MarlinKind kind) {
   return Permuted(codes.view(), MarlinGroupedScalePermutation(), true);
 }
 
-Result<MarlinInt8Scales> MarlinScalesForInt8Activations(TensorView scales) {
+Result<MarlinInt8Scales> MarlinScalesForInt8Activations(TensorView scales, float largest, DType dtype) {
   if (scales.empty() || !IsFloat(scales.dtype()) || DTypeBits(scales.dtype()) < 16 || !scales.dense()) {
     return Status::BadInput(fmt::format("group scales are {} {}; dense F32, F16 or BF16 is required",
                                         DTypeName(scales.dtype()), scales.shape().ToString()));
   }
-  const DType dtype = scales.dtype();
-  std::vector<float> values(static_cast<size_t>(scales.count()));
-  DecodeRow(dtype, scales.data(), 0, scales.count(), values.data());
-  const float largest = RowAmax(values.data(), scales.count());
+  RoundRow(dtype, &largest, 1);
   if (!(std::isfinite(largest) && largest > 0.0F)) {
-    return Status::BadInput(
-        fmt::format("the largest group scale is {}; finite and > 0 is required", largest));
+    return Status::BadInput(fmt::format("the largest group scale is {} in {}; finite and > 0 is required",
+                                        largest, DTypeName(dtype)));
   }
-  MarlinInt8Scales result;
-  FMOE_ASSIGN_OR_RETURN(result.codes, Tensor::Allocate(DType::kI16, scales.shape()));
+  std::vector<float> values(static_cast<size_t>(scales.count()));
+  DecodeRow(scales.dtype(), scales.data(), 0, scales.count(), values.data());
+  RoundRow(dtype, values.data(), scales.count());
   for (float& value : values) {
+    if (value > largest) {
+      return Status::BadInput(
+          fmt::format("a group scale is {}, above {}, which is said to be the largest", value, largest));
+    }
     value /= largest;
   }
   RoundRow(dtype, values.data(), scales.count());
   for (float& value : values) {
-    value *= 4096.0F;
+    value *= 4096.0F;  // a power of two: nothing is rounded
   }
-  RoundRow(dtype, values.data(), scales.count());
+  MarlinInt8Scales result;
+  FMOE_ASSIGN_OR_RETURN(result.codes, Tensor::Allocate(DType::kI16, scales.shape()));
   EncodeRow(DType::kI16, values.data(), scales.count(), result.codes.mutable_view().data());
   result.factor = largest / 4096.0F;
   return result;

@@ -32,8 +32,8 @@ Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind);
 
 /// The same from and to weights as they are stored, [outputs, inputs] of any 4- or 8-bit type (`element`),
 /// without copies in between.
-Result<Tensor> MarlinPackStored(TensorView weights);
-Result<Tensor> MarlinUnpackStored(TensorView packed, DType element);
+Result<Tensor> MarlinPackStored(TensorView weights, int activation_bits);
+Result<Tensor> MarlinUnpackStored(TensorView packed, DType element, int activation_bits);
 
 /// [groups, outputs], elements of 1, 2 or 4 bytes. Grouped: more than one group a column and 16-bit
 /// activations.
@@ -50,12 +50,12 @@ Result<Tensor> MarlinPackZeroPoints(TensorView zero_points, MarlinKind kind);
 Result<Tensor> MarlinUnpackZeroPoints(TensorView packed, MarlinKind kind);
 
 struct MarlinInt8Scales {
-  Tensor codes;         ///< I16, shape of the scales: round(scale / max * 4096)
-  float factor = 0.0F;  ///< max / 4096
+  Tensor codes;         ///< I16, shape of the scales: round(scale / largest * 4096)
+  float factor = 0.0F;  ///< largest / 4096
 };
 
-/// Group scales for int8 activations: 16-bit integers in units of max / 4096, computed in the type of the
-/// scales, as upstream does.
-Result<MarlinInt8Scales> MarlinScalesForInt8Activations(TensorView scales);
+/// Group scales for int8 activations: 16-bit integers in units of largest / 4096, where `largest` is that of
+/// all experts; scales, largest and quotients are rounded to `dtype`, BF16 or F16, as upstream does.
+Result<MarlinInt8Scales> MarlinScalesForInt8Activations(TensorView scales, float largest, DType dtype);
 
 }  // namespace fusedmoe

@@ -100,7 +100,7 @@ TEST(Prepare, File_RunsAndVerifiesLikeItsCheckpoint) {
     const ProcessResult refused =
         RunCommand({"run", file, "--backend", other, "--input", sample.input(), "--output", out + ".no"});
     EXPECT_EQ(refused.exit_code, 4);
-    EXPECT_NE(refused.err.find("marlin/1"), std::string::npos) << refused.err;
+    EXPECT_NE(refused.err.find("marlin/2"), std::string::npos) << refused.err;
     EXPECT_NE(refused.err.find(verified.Json()["layout_key"].get<std::string>()), std::string::npos);
     EXPECT_EQ(
         RunCommand({"prepare", file, "--invert", "--backend", other, "--output", out + ".no"}).exit_code, 4);

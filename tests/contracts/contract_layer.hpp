@@ -39,6 +39,7 @@ struct LayerCase {
   DType dtype = DType::kBF16;
   bool sub_experts = false;  ///< half of the experts live elsewhere, by an expert map
   bool weight_on_input = false;
+  bool symmetric = false;  ///< no zero points, where the scheme would allow some
 };
 
 inline void PrintTo(const LayerCase& c, std::ostream* out) {
@@ -67,7 +68,9 @@ inline RandomLayer MakeLayer(const LayerCase& c, uint64_t seed = 3) {
   config.max_tokens = 80;
   config.activation_format =
       c.batched ? ActivationFormatKind::kBatchedExperts : ActivationFormatKind::kStandard;
-  return MakeRandomLayer(config, c.scheme, seed);
+  // Its kernels subtract zero points from 4-bit codes alone.
+  const bool symmetric = c.symmetric || (c.backend == "MARLIN" && c.scheme.starts_with("int8"));
+  return MakeRandomLayer(config, c.scheme, seed, symmetric);
 }
 
 inline MoeProblem ProblemOf(const RandomLayer& layer) {
@@ -117,8 +120,15 @@ inline Running Start(const std::string& name, const MoeProblem& problem, const E
 inline ExpertSource Effective(const ExpertSource& source, const MoeProblem& problem,
                               const PreparedWeights& weights) {
   LayoutRecipe recipe = *LayoutRecipe::Parse(weights.recipe);
+  std::vector<LayoutStep> rounded;  // these change types, which the canonical form does not
+  for (const LayoutStep& step : recipe.steps) {
+    if (step.op == LayoutOp::kMarlinScaleType) {
+      rounded.push_back(step);
+    }
+  }
   std::erase_if(recipe.steps, [](const LayoutStep& step) {
-    return InfoOf(step.op).lossless || step.op == LayoutOp::kMarlinNvfp4Scales;
+    return InfoOf(step.op).lossless || step.op == LayoutOp::kMarlinNvfp4Scales ||
+           step.op == LayoutOp::kMarlinScaleType;
   });
   LayoutGlobals globals;
   for (int64_t e = 0; e < source.num_local_experts; ++e) {
@@ -130,11 +140,20 @@ inline ExpertSource Effective(const ExpertSource& source, const MoeProblem& prob
     globals.mid_tensor_scale = std::max(globals.mid_tensor_scale, expert.down.input_tensor_scale.value_or(0));
   }
   ExpertSource effective = source;
-  effective.load = [source, recipe, globals,
+  effective.load = [source, recipe, rounded, globals,
                     shape = FusedShapeOf(problem)](int64_t e) -> Result<CanonicalExpert> {
     FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, source.load(e));
     FMOE_ASSIGN_OR_RETURN(ExpertTensors tensors, FuseExpert(expert));
     FMOE_RETURN_IF_ERROR(recipe.Apply(globals, tensors));
+    for (const LayoutStep& step : rounded) {
+      const Tensor& before = *tensors.Find(step.tensor);
+      std::vector<float> values(static_cast<size_t>(before.view().count()));
+      DecodeRow(before.dtype(), before.view().data(), 0, before.view().count(), values.data());
+      RoundRow(static_cast<DType>(step.values[0]), values.data(), before.view().count());
+      FMOE_ASSIGN_OR_RETURN(Tensor after, Tensor::Allocate(before.dtype(), before.shape()));
+      EncodeRow(before.dtype(), values.data(), before.view().count(), after.mutable_view().data());
+      tensors.Set(step.tensor, std::move(after));
+    }
     return SplitExpert(shape, tensors);
   };
   return effective;

@@ -53,7 +53,7 @@ TEST_P(PreparedFiles, AnotherBackend_IsRefusedByBothKeys) {
   const auto prepared = PreparedLayer::Open(files.Prepare(*checkpoint, GetParam()));
   ASSERT_TRUE(prepared.ok()) << prepared.status().ToString();
   for (const auto& [other, key] :
-       {std::pair("MARLIN", "marlin/1"), std::pair("VLLM_CUTLASS", "vllm_cutlass/1"),
+       {std::pair("MARLIN", "marlin/2"), std::pair("VLLM_CUTLASS", "vllm_cutlass/1"),
         std::pair("REFERENCE", "canonical"), std::pair("CPU_FUSED", "cpu_panels")}) {
     if (other == GetParam().backend) {
       continue;

@@ -43,6 +43,7 @@ inline std::vector<PreparedCase> AllCases() {
           {"MARLIN", "int4_w4a16:g32", "qwen2_moe"},
           {"MARLIN", "mxfp4_w4a16", "gpt_oss"},
           {"MARLIN", "fp8_w8a8:channel", "qwen3_moe", true},
+          {"MARLIN", "fp8_w8a8:tensor_static"},
           {"EMULATION", "nvfp4_w4a4"}};
 }
 

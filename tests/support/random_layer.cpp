@@ -32,11 +32,11 @@ Tensor Normal(int64_t rows, int64_t cols, float sigma, std::mt19937_64& random) 
   return tensor;
 }
 
-CanonicalMatrix RandomMatrix(int64_t rows, int64_t cols, const Scheme& scheme, bool has_bias, float gain,
-                             std::mt19937_64& random) {
+CanonicalMatrix RandomMatrix(int64_t rows, int64_t cols, const Scheme& scheme, bool symmetric, bool has_bias,
+                             float gain, std::mt19937_64& random) {
   const Tensor weights = Normal(rows, cols, gain / std::sqrt(static_cast<float>(cols)), random);
   WeightQuantizerOptions options;
-  options.symmetric = !scheme.weight.may_have_zero_point;
+  options.symmetric = symmetric || !scheme.weight.may_have_zero_point;
   CanonicalMatrix matrix = *QuantizeMatrix(weights.view(), scheme.weight, options);
   if (scheme.activation.static_tensor_scale) {
     // Activations stay within about eight standard deviations; scales differ a little between experts.
@@ -57,18 +57,21 @@ CanonicalMatrix RandomMatrix(int64_t rows, int64_t cols, const Scheme& scheme, b
 
 }  // namespace
 
-RandomLayer MakeRandomLayer(MoeConfig config, const std::string& scheme_name, uint64_t seed) {
+RandomLayer MakeRandomLayer(MoeConfig config, const std::string& scheme_name, uint64_t seed, bool symmetric) {
   std::mt19937_64 random(seed);
   config.num_local_experts = config.num_local_experts == 0 ? config.num_experts : config.num_local_experts;
   const Scheme scheme = *ParseScheme(scheme_name);
   auto experts = std::make_shared<std::vector<CanonicalExpert>>();
+  const auto draw = [&](int64_t rows, int64_t cols, float gain) {
+    return RandomMatrix(rows, cols, scheme, symmetric, config.has_bias, gain, random);
+  };
   for (int64_t expert = 0; expert < config.num_local_experts; ++expert) {
     CanonicalExpert drawn;
     if (config.activation.gated()) {
-      drawn.gate = RandomMatrix(config.intermediate, config.hidden, scheme, config.has_bias, 1.0F, random);
+      drawn.gate = draw(config.intermediate, config.hidden, 1.0F);
     }
-    drawn.up = RandomMatrix(config.intermediate, config.hidden, scheme, config.has_bias, 3.0F, random);
-    drawn.down = RandomMatrix(config.hidden, config.intermediate, scheme, config.has_bias, 1.0F, random);
+    drawn.up = draw(config.intermediate, config.hidden, 3.0F);
+    drawn.down = draw(config.hidden, config.intermediate, 1.0F);
     experts->push_back(std::move(drawn));
   }
   RandomLayer layer;

@@ -19,8 +19,10 @@ struct RandomLayer {
   ExpertSource source;
 };
 
-/// `config` needs its sizes, activation and bias; num_local_experts defaults to num_experts.
-RandomLayer MakeRandomLayer(MoeConfig config, const std::string& scheme, uint64_t seed);
+/// `config` needs its sizes, activation and bias; num_local_experts defaults to num_experts. `symmetric`: no
+/// zero points, where the scheme would allow some.
+RandomLayer MakeRandomLayer(MoeConfig config, const std::string& scheme, uint64_t seed,
+                            bool symmetric = false);
 
 /// Gives the columns of the scales an order of their own, as activation order leaves them.
 void ShuffleGroups(CanonicalMatrix& matrix, std::mt19937_64& random);

@@ -241,7 +241,10 @@ Outcome MarlinZeroPoints(const GoldenCase& golden_case) {
 }
 
 Outcome MarlinInt8(const GoldenCase& golden_case) {
-  const auto result = MarlinScalesForInt8Activations(golden_case.Input("scale"));
+  const TensorView scale = golden_case.Input("scale");
+  const std::vector<float> values = golden_case.Floats("scale");
+  const auto result =
+      MarlinScalesForInt8Activations(scale, *std::max_element(values.begin(), values.end()), scale.dtype());
   if (!result.ok()) {
     return result.status().ToString();
   }

@@ -3,8 +3,6 @@
 #include <algorithm>
 
 #include "core/checked_math.hpp"
-#include "numerics/row_math.hpp"
-#include "numerics/rows.hpp"
 #include "weights/steps/layout_ops.hpp"
 #include "weights/steps/recipes.hpp"
 
@@ -125,14 +123,6 @@ WeightFormat FormatOf(const std::string& name) {
   return {.element = DType::kF8E4M3, .has_tensor_scale = true};
 }
 
-/// The power of two that keeps the block scales of all experts within Marlin's S0E5M3.
-int MarlinFactorOf(const GoldenCase& golden_case, const char* tensor, DType activation) {
-  const TensorView codes = golden_case.Input(tensor);
-  std::vector<float> scales(static_cast<size_t>(codes.count()));
-  DecodeRow(DType::kF8E4M3, codes.data(), 0, codes.count(), scales.data());
-  return MarlinNvfp4Factor(RowAmax(scales.data(), codes.count()), activation);
-}
-
 LayoutProblem ProblemOf(const GoldenCase& golden_case, const WeightFormat& format) {
   const TensorView gate_up = golden_case.Input("gate_up");
   const TensorView down = golden_case.Input("down");
@@ -143,13 +133,6 @@ LayoutProblem ProblemOf(const GoldenCase& golden_case, const WeightFormat& forma
   problem.gated = gate_up.dim(1) == 2 * problem.intermediate;
   problem.has_input_scales = golden_case.Has("input_tensor_scale");
   problem.max_gate_up = true;
-  if (golden_case.parameters().value("activation_dtype", "") == "fp16") {
-    problem.activation = DType::kF16;
-  }
-  if (format.block_scale_dtype == DType::kF8E4M3 && golden_case.Has("down_scale")) {
-    problem.gate_up_factor = MarlinFactorOf(golden_case, "gate_up_scale", problem.activation);
-    problem.down_factor = MarlinFactorOf(golden_case, "down_scale", problem.activation);
-  }
   return problem;
 }
 
@@ -197,9 +180,6 @@ Result<LayoutRecipe> RecipeOf(const std::string& backend, const LayoutProblem& p
   }
   if (Contains(backend, "CUTLASS") || Contains(backend, "cutlass")) {
     return FlashInferCutlassRecipe(problem);
-  }
-  if (Contains(backend, "MARLIN") || Contains(backend, "marlin")) {
-    return MarlinRecipe(problem);
   }
   return Status::Unsupported("no recipe for backend '" + backend + "'");
 }

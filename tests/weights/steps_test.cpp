@@ -26,6 +26,7 @@ Tensor RandomMatrix(DType dtype, const Shape& shape, uint32_t seed) {
 
 TEST(LayoutStep, EveryLosslessStep_IsUndoneByItsInverse) {
   const int64_t f8 = static_cast<int64_t>(DType::kF8E4M3), f4 = static_cast<int64_t>(DType::kF4E2M1);
+  const int64_t u8 = static_cast<int64_t>(DType::kU8);
   const std::vector<std::pair<LayoutStep, Tensor>> cases = {
       {{LayoutOp::kPadRows, "t", {2, 20, 32}}, RandomMatrix(DType::kU8, {40, 9}, 1)},
       {{LayoutOp::kPadColumns, "t", {10, 48}}, RandomMatrix(DType::kF4E2M1, {7, 10}, 2)},
@@ -38,12 +39,15 @@ TEST(LayoutStep, EveryLosslessStep_IsUndoneByItsInverse) {
       {{LayoutOp::kSwizzleScales, "t", {128, 100, 6}}, RandomMatrix(DType::kU8, {100, 6}, 9)},
       {{LayoutOp::kSwizzleScales, "t", {8, 9, 5}}, RandomMatrix(DType::kU8, {9, 5}, 10)},
       {{LayoutOp::kRepeatRows, "t", {2, 128, 2, 200}}, RandomMatrix(DType::kF32, {4, 3}, 11)},
-      {{LayoutOp::kMarlinWeights, "t", {f4}}, RandomMatrix(DType::kF4E2M1, {128, 48}, 12)},
-      {{LayoutOp::kMarlinWeights, "t", {f8}}, RandomMatrix(DType::kF8E4M3, {64, 80}, 13)},
+      {{LayoutOp::kMarlinWeights, "t", {f4, 16}}, RandomMatrix(DType::kF4E2M1, {128, 48}, 12)},
+      {{LayoutOp::kMarlinWeights, "t", {f8, 8}}, RandomMatrix(DType::kF8E4M3, {64, 96}, 13)},
       {{LayoutOp::kMarlinScales, "t", {1}}, RandomMatrix(DType::kBF16, {128, 5}, 14)},
       {{LayoutOp::kMarlinScales, "t", {0}}, RandomMatrix(DType::kF32, {64, 1}, 15)},
       {{LayoutOp::kMarlinFours, "t", {}}, RandomMatrix(DType::kU8, {3, 64}, 16)},
       {{LayoutOp::kFlipSign, "t", {static_cast<int64_t>(DType::kI8)}}, RandomMatrix(DType::kI8, {3, 8}, 17)},
+      {{LayoutOp::kMarlinZeroPoints, "t", {u8, 8}}, RandomMatrix(DType::kU8, {64, 3}, 18)},
+      {{LayoutOp::kTensorRows, "t", {5}}, RandomMatrix(DType::kF32, {1, 2}, 19)},
+      {{LayoutOp::kMarlinExponents, "t", {6}}, RandomMatrix(DType::kU8, {3, 8}, 20)},
   };
   for (const auto& [step, matrix] : cases) {
     const Result<Tensor> there = ApplyStep(step, matrix.view());
@@ -86,9 +90,10 @@ TEST(LayoutRecipe, Text_IsReadBack) {
 }
 
 TEST(LayoutRecipe, TextThatIsNoStep_IsRefused) {
-  for (const std::string text : {"", "swap_halves", "swap_halves()", "no_such_step(gate_up)",
-                                 "shuffle_rows(gate_up)", "shuffle_rows(gate_up, tile=12x)",
-                                 "shuffle_rows(gate_up, rows=128)", "marlin_weights(down, element=F5)"}) {
+  for (const std::string text :
+       {"", "swap_halves", "swap_halves()", "no_such_step(gate_up)", "shuffle_rows(gate_up)",
+        "shuffle_rows(gate_up, tile=12x)", "shuffle_rows(gate_up, rows=128)",
+        "marlin_weights(down, element=F5, activation_bits=16)"}) {
     const Result<LayoutRecipe> parsed = LayoutRecipe::Parse(std::vector<std::string>{text});
     ASSERT_FALSE(parsed.ok()) << text;
     EXPECT_EQ(parsed.status().code(), StatusCode::kBadInput);

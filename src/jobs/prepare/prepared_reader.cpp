@@ -147,7 +147,8 @@ class Reader {
   /// Scalars multiply whole experts: one that is no scale makes all of its outputs worthless.
   static Status CheckScalars(const PreparedWeights& weights) {
     for (const PreparedWeights::Named& named : weights.tensors) {
-      if (!named.name.ends_with("tensor_scale") && !named.name.ends_with("_output_scale")) {
+      const bool scalar = named.name.ends_with("tensor_scale") || named.name.ends_with("_output_scale");
+      if (!scalar || named.tensor.dtype() != DType::kF32) {  // of rows, padded ones too, in 16 bits
         continue;
       }
       const int64_t width = named.tensor.view().count() / named.tensor.dim(0);

@@ -7,7 +7,9 @@
 #include <fmt/format.h>
 
 #include "numerics/rows.hpp"
+#include "weights/marlin.hpp"
 #include "weights/steps/layout_ops.hpp"
+#include "weights/steps/marlin_ops.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -130,6 +132,65 @@ double FlushedShare(TensorView scales, int factor) {
   return share / static_cast<double>(outputs);
 }
 
+/// The mean square of what rounding changes numbers by, each relative to itself; zeros stay what they are.
+double RoundedShare(TensorView before, TensorView after) {
+  std::vector<float> values(static_cast<size_t>(before.count())), left(values.size());
+  DecodeRow(before.dtype(), before.data(), 0, before.count(), values.data());
+  DecodeRow(after.dtype(), after.data(), 0, after.count(), left.data());
+  double squares = 0.0;
+  for (size_t index = 0; index < values.size(); ++index) {
+    const double wanted = values[index];
+    const double change = wanted == 0.0 ? 0.0 : (left[index] - wanted) / wanted;
+    squares += change * change;
+  }
+  return values.empty() ? 0.0 : squares / static_cast<double>(values.size());
+}
+
+/// Gate, up and down count alike.
+double MatricesOf(const LayoutStep& step) {
+  return step.tensor.starts_with("gate_up") ? 2.0 : 1.0;
+}
+
+/// Codes beside e4m3 activations, which look at the zero points while these still are codes.
+Status Fp8Codes(const LayoutStep& step, ExpertTensors& expert, bool back) {
+  const Tensor* codes = expert.Find(step.tensor);
+  const Tensor* zeros = expert.Find(step.tensor + "_zero_point");
+  if (codes == nullptr || (step.values[0] != 0 && zeros == nullptr)) {
+    return Missing(step, codes == nullptr ? step.tensor : step.tensor + "_zero_point");
+  }
+  const TensorView zero_points = step.values[0] != 0 ? zeros->view() : TensorView();
+  FMOE_ASSIGN_OR_RETURN(Tensor moved, back ? FromMarlinFp8Codes(codes->view(), zero_points)
+                                           : ToMarlinFp8Codes(codes->view(), zero_points));
+  expert.Set(step.tensor, std::move(moved));
+  return Status::Ok();
+}
+
+Result<Tensor> ScalesOfInt8(const MarlinInt8Scales& scales) {
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, scales.codes.shape()));
+  for (int64_t index = 0; index < result.view().count(); ++index) {
+    result.mutable_view().as<float>()[index] =
+        static_cast<float>(scales.codes.view().as<int16_t>()[index]) * scales.factor;
+  }
+  return result;
+}
+
+/// Block scales as integers, and the factor that every activation scale takes for it.
+Status Int8Scales(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
+  const Tensor* scales = expert.Find(step.tensor);
+  if (scales == nullptr) {
+    return Missing(step, step.tensor);
+  }
+  const float largest =
+      step.tensor.starts_with("down") ? globals.down_block_scale : globals.gate_up_block_scale;
+  FMOE_ASSIGN_OR_RETURN(
+      MarlinInt8Scales made,
+      MarlinScalesForInt8Activations(scales->view(), largest, static_cast<DType>(step.values[0])));
+  FMOE_ASSIGN_OR_RETURN(const Tensor left, ScalesOfInt8(made));
+  expert.squared_error += MatricesOf(step) * RoundedShare(scales->view(), left.view());
+  expert.Set(step.tensor, std::move(made.codes));
+  return SetScalars(expert, ActivationFactorName(step.tensor), {made.factor});
+}
+
 /// Columns by ascending group; those of one group keep their order. Codes and group index move together, and
 /// the order stays beside them: stored column c is canonical column order[c].
 Status SortInputs(const LayoutStep& step, ExpertTensors& expert) {
@@ -185,6 +246,10 @@ Status UnsortInputs(const LayoutStep& step, ExpertTensors& expert) {
 
 }  // namespace
 
+std::string ActivationFactorName(std::string_view block_scale) {
+  return std::string(block_scale.substr(0, block_scale.rfind("_block_scale"))) + "_activation_factor";
+}
+
 Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
   switch (step.op) {
     case LayoutOp::kFoldTensorScale:
@@ -197,6 +262,13 @@ Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTenso
       return MakeOutputScale(step, expert);
     case LayoutOp::kSortInputs:
       return SortInputs(step, expert);
+    case LayoutOp::kDropZeroPoints:
+      expert.Erase(step.tensor);
+      return Status::Ok();
+    case LayoutOp::kMarlinFp8Codes:
+      return Fp8Codes(step, expert, /*back=*/false);
+    case LayoutOp::kMarlinInt8Scales:
+      return Int8Scales(step, globals, expert);
     default:
       break;
   }
@@ -205,10 +277,13 @@ Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTenso
     return Missing(step, step.tensor);
   }
   if (step.op == LayoutOp::kMarlinNvfp4Scales) {
-    const double matrices = step.tensor.starts_with("gate_up") ? 2.0 : 1.0;
-    expert.squared_error += matrices * FlushedShare(tensor->view(), static_cast<int>(step.values[0]));
+    expert.squared_error += MatricesOf(step) * FlushedShare(tensor->view(), static_cast<int>(step.values[0]));
   }
   FMOE_ASSIGN_OR_RETURN(Tensor after, ApplyStep(step, tensor->view()));
+  if (step.op == LayoutOp::kMarlinScaleType) {
+    FMOE_ASSIGN_OR_RETURN(const Tensor left, InvertStep(step, after.view()));
+    expert.squared_error += MatricesOf(step) * RoundedShare(tensor->view(), left.view());
+  }
   expert.Set(step.tensor, std::move(after));
   return Status::Ok();
 }
@@ -220,6 +295,9 @@ Status InvertOn(const LayoutStep& step, ExpertTensors& expert) {
   }
   if (step.op == LayoutOp::kSortInputs) {
     return UnsortInputs(step, expert);
+  }
+  if (step.op == LayoutOp::kMarlinFp8Codes) {
+    return Fp8Codes(step, expert, /*back=*/true);
   }
   const Tensor* tensor = expert.Find(step.tensor);
   if (tensor == nullptr) {

@@ -1,17 +1,13 @@
 #include "weights/steps/layout_ops.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <vector>
 
 #include <fmt/format.h>
 
 #include "numerics/element_types.hpp"
-#include "numerics/rows.hpp"
 #include "quant/packing.hpp"
 #include "quant/swizzle.hpp"
-#include "weights/marlin.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -237,98 +233,52 @@ Result<Tensor> ClampScales(TensorView scales) {
   return result;
 }
 
-Result<Tensor> ToMarlinWeights(TensorView weights) {
-  return MarlinPackStored(weights);
-}
-
-Result<Tensor> FromMarlinWeights(TensorView words, DType element) {
-  return MarlinUnpackStored(words, element);
-}
-
-Result<Tensor> ToMarlinScales(TensorView scales, bool grouped) {
-  FMOE_ASSIGN_OR_RETURN(const Tensor transposed, Transpose(scales));
-  return MarlinPermuteScales(transposed.view(), grouped);
-}
-
-Result<Tensor> FromMarlinScales(TensorView scales, bool grouped) {
-  FMOE_ASSIGN_OR_RETURN(const Tensor restored, MarlinRestoreScales(scales, grouped));
-  return Transpose(restored.view());
-}
-
-Result<Tensor> SwapInFours(TensorView scales) {
-  const int64_t width = DTypeBits(scales.dtype()) / 8;
-  if (scales.dim(1) % 4 != 0 || width < 1) {
-    return WrongSize("Marlin's order of four", scales, "rows of a multiple of 4 whole bytes");
+Result<Tensor> TensorRows(TensorView scales, int64_t rows) {
+  if (scales.dtype() != DType::kF32 || scales.dim(0) != 1 || rows < 1) {
+    return WrongSize("giving a tensor scale to rows", scales, "F32, one row");
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(scales.dtype(), scales.shape()));
-  constexpr int64_t kOrder[4] = {0, 2, 1, 3};
-  std::byte* out = result.mutable_view().data();
-  for (int64_t index = 0; index < scales.count(); ++index) {
-    CopyBytes(out + index * width, scales.data() + (index - index % 4 + kOrder[index % 4]) * width, width);
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, Shape{scales.dim(1) * rows, 1}));
+  auto* out = result.mutable_view().as<float>();
+  for (int64_t part = 0; part < scales.dim(1); ++part) {
+    std::fill_n(out + part * rows, rows, scales.as<float>()[part]);
   }
   return result;
 }
 
-Result<Tensor> ToMarlinZeroPoints(TensorView zero_points, DType element) {
-  FMOE_ASSIGN_OR_RETURN(const Tensor transposed, Transpose(zero_points));
-  return MarlinPackZeroPoints(transposed.view(), {DTypeBits(element), 16});
-}
-
-Result<Tensor> FromMarlinZeroPoints(TensorView words, DType element) {
-  FMOE_ASSIGN_OR_RETURN(const Tensor codes, MarlinUnpackZeroPoints(words, {DTypeBits(element), 16}));
-  return Transpose(codes.view());
-}
-
-int MarlinNvfp4Factor(float largest_scale, DType activation) {
-  const float largest = largest_scale * 128.0F;
-  const float limit = 448.0F * 128.0F;
-  if (activation == DType::kF16 || !(largest > 0.0F) || largest >= limit) {
-    return 0;
+Result<Tensor> FromTensorRows(TensorView rows, int64_t rows_of_a_part) {
+  if (rows.dtype() != DType::kF32 || rows.dim(1) != 1 || rows_of_a_part < 1 ||
+      rows.dim(0) % rows_of_a_part != 0) {
+    return WrongSize("the tensor scale of rows", rows, fmt::format("F32, parts of {} rows", rows_of_a_part));
   }
-  return static_cast<int>(std::floor(std::log2(limit / largest)));
-}
-
-Result<Tensor> MarlinNvfp4Scales(TensorView scales, int factor) {
-  FMOE_ASSIGN_OR_RETURN(const Tensor fours, SwapInFours(scales));
-  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kU8, scales.shape()));
-  auto* out = result.mutable_view().as<uint8_t>();
-  std::vector<float> row(static_cast<size_t>(scales.dim(1)));
-  std::vector<std::byte> halves(row.size() * 2);
-  const float multiplier = std::ldexp(1.0F, factor + 7);
-  for (int64_t index = 0; index < scales.dim(0); ++index) {
-    DecodeRow(scales.dtype(), fours.view().data() + index * scales.row_bytes(), 0, scales.dim(1), row.data());
-    for (float& value : row) {
-      value *= multiplier;
-    }
-    EncodeRow(DType::kF16, row.data(), scales.dim(1), halves.data());
-    for (size_t column = 0; column < row.size(); ++column) {
-      // The sign is always 0, so that the exponent and three bits of the mantissa fit a byte.
-      const uint32_t bits =
-          row[column] < 2.0F ? 0 : LoadCode(DType::kF16, halves.data(), static_cast<int64_t>(column));
-      *out++ = static_cast<uint8_t>(bits << 1 >> 8);
-    }
+  const int64_t parts = rows.dim(0) / rows_of_a_part;
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, Shape{1, parts}));
+  for (int64_t part = 0; part < parts; ++part) {
+    result.mutable_view().as<float>()[part] = rows.as<float>()[part * rows_of_a_part];
   }
   return result;
 }
 
-float DecodeS0E5M3(uint8_t code) {
-  return DecodeCode(DType::kF16, static_cast<uint32_t>(code) << 7);
-}
-
-int MarlinNvfp4TensorExponent(int factor, DType activation) {
-  return MarlinE2m1Bias(activation) - 7 - factor;
-}
-
-Result<Tensor> MarlinMxfp4ScalesFor8Bit(TensorView scales) {
-  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(scales.dtype(), scales.shape()));
-  for (int64_t index = 0; index < scales.count(); ++index) {
-    const uint8_t code = scales.as<uint8_t>()[index];
-    if (code > 249) {
-      return Status::Unsupported(
-          fmt::format("an E8M0 scale of {} leaves no room for 8-bit activations; 249 is the largest", code));
-    }
-    result.mutable_view().as<uint8_t>()[index] = static_cast<uint8_t>(code + 6);
+Result<Tensor> OneOfTwo(TensorView scales) {
+  const bool two = scales.dtype() == DType::kF32 && scales.count() == 2;
+  if (!two || scales.as<float>()[0] != scales.as<float>()[1]) {
+    return Status::BadInput(
+        two ? fmt::format("the tensor scales of gate and up are {} and {}; equal ones are "
+                          "required (fold_tensor_scale makes them so)",
+                          scales.as<float>()[0], scales.as<float>()[1])
+            : fmt::format("the tensor scales are {} {}; F32 [1, 2] is required", DTypeName(scales.dtype()),
+                          scales.shape().ToString()));
   }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, Shape{1, 1}));
+  result.mutable_view().as<float>()[0] = scales.as<float>()[0];
+  return result;
+}
+
+Result<Tensor> TwoOfOne(TensorView scale) {
+  if (scale.dtype() != DType::kF32 || scale.count() != 1) {
+    return WrongSize("the tensor scales of gate and up", scale, "one F32");
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, Shape{1, 2}));
+  std::fill_n(result.mutable_view().as<float>(), 2, scale.as<float>()[0]);
   return result;
 }
 

@@ -6,6 +6,7 @@
 
 #include "core/checked_math.hpp"
 #include "quant/swizzle.hpp"
+#include "weights/steps/expert_steps.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -27,6 +28,14 @@ Status Require(bool fits, const LayoutStep& step, const TensorPlan& tensor, cons
   return fits ? Status::Ok() : DoesNotFit(step, tensor, required);
 }
 
+/// What kernels take as the width of activations, and as the type of scales and biases.
+bool IsWidth(int64_t bits) {
+  return bits == 8 || bits == 16;
+}
+bool IsShort(DType dtype) {
+  return dtype == DType::kF16 || dtype == DType::kBF16;
+}
+
 /// The steps of Marlin's layout, on one matrix.
 Status AdvanceMarlin(const LayoutStep& step, TensorPlan& tensor) {
   const auto& v = step.values;
@@ -35,10 +44,12 @@ Status AdvanceMarlin(const LayoutStep& step, TensorPlan& tensor) {
   const int64_t rows = shape[0], columns = shape[1];
   switch (step.op) {
     case LayoutOp::kMarlinWeights:
-      FMOE_RETURN_IF_ERROR(Require(
-          tensor.dtype == static_cast<DType>(v[0]) && (bits == 4 || bits == 8) && rows % 64 == 0 &&
-              columns % 16 == 0,
-          step, tensor, "4- or 8-bit codes of the step's type, a multiple of 64 outputs and of 16 inputs"));
+      FMOE_RETURN_IF_ERROR(Require(tensor.dtype == static_cast<DType>(v[0]) && (bits == 4 || bits == 8) &&
+                                       IsWidth(v[1]) && rows % 64 == 0 && columns % (256 / v[1]) == 0,
+                                   step, tensor,
+                                   "4- or 8-bit codes of the step's type for 16- or 8-bit activations, a "
+                                   "multiple of 64 outputs and of "
+                                   "16 inputs (of 32 with 8-bit activations)"));
       tensor.dtype = DType::kI32;
       shape = Shape{columns / 16, rows * bits / 2};
       break;
@@ -49,13 +60,22 @@ Status AdvanceMarlin(const LayoutStep& step, TensorPlan& tensor) {
       break;
     case LayoutOp::kMarlinZeroPoints: {
       const int code_bits = DTypeBits(static_cast<DType>(v[0]));
-      FMOE_RETURN_IF_ERROR(
-          Require(tensor.dtype == DType::kU8 && (code_bits == 4 || code_bits == 8) && rows % 64 == 0, step,
-                  tensor, "U8 codes of a multiple of 64 outputs"));
+      FMOE_RETURN_IF_ERROR(Require(
+          tensor.dtype == DType::kU8 && (code_bits == 4 || code_bits == 8) && IsWidth(v[1]) && rows % 64 == 0,
+          step, tensor, "U8 codes of a multiple of 64 outputs, 16- or 8-bit activations"));
       tensor.dtype = DType::kI32;
       shape = Shape{columns, rows * code_bits / 32};
       break;
     }
+    case LayoutOp::kMarlinScaleType: {
+      const auto element = static_cast<DType>(v[0]);
+      FMOE_RETURN_IF_ERROR(Require(IsFloat(tensor.dtype) && bits >= 16 && IsShort(element) && v[1] <= 126,
+                                   step, tensor, "F32, F16 or BF16, to F16 or BF16"));
+      tensor.dtype = element;
+      break;
+    }
+    case LayoutOp::kMarlinExponents:
+      return Require(bits == 8 && v[0] >= 0 && v[0] <= 64, step, tensor, "one-byte scales");
     case LayoutOp::kMarlinFours:
       return Require(columns % 4 == 0 && bits >= 8, step, tensor, "rows of a multiple of 4");
     case LayoutOp::kMarlinNvfp4Scales:
@@ -125,6 +145,16 @@ Status Advance(const LayoutStep& step, TensorPlan& tensor) {
       tensor.dtype = bits == 4 ? DType::kU4 : DType::kU8;
       break;
     }
+    case LayoutOp::kTensorRows:
+      FMOE_RETURN_IF_ERROR(
+          Require(tensor.dtype == DType::kF32 && rows == 1 && v[0] >= 1, step, tensor, "F32, one row"));
+      shape = Shape{columns * v[0], 1};
+      break;
+    case LayoutOp::kOneTensorScale:
+      FMOE_RETURN_IF_ERROR(
+          Require(tensor.dtype == DType::kF32 && rows == 1 && columns == 2, step, tensor, "F32 of two"));
+      shape = Shape{1, 1};
+      break;
     case LayoutOp::kClampScales:
       return Require(tensor.dtype == DType::kF32, step, tensor, "F32");
     default:
@@ -188,6 +218,26 @@ class Planner {
         } else {
           tensor->shape = Shape{1, 1};
         }
+        return Status::Ok();
+      case LayoutOp::kDropZeroPoints:
+        if (!step.tensor.ends_with("_zero_point")) {
+          return DoesNotFit(step, *tensor, "zero points");
+        }
+        std::erase_if(tensors_, [&](const TensorPlan& entry) { return entry.name == step.tensor; });
+        return Status::Ok();
+      case LayoutOp::kMarlinFp8Codes:
+        if (step.values[0] != 0 && Find(step.tensor + "_zero_point") == nullptr) {
+          return Missing(step, step.tensor + "_zero_point");
+        }
+        return Require(tensor->dtype == DType::kU4 && tensor->shape.rank() == 2, step, *tensor,
+                       "a matrix of U4");
+      case LayoutOp::kMarlinInt8Scales:
+        FMOE_RETURN_IF_ERROR(Require(IsFloat(tensor->dtype) && DTypeBits(tensor->dtype) >= 16 &&
+                                         IsShort(static_cast<DType>(step.values[0])) &&
+                                         step.tensor.ends_with("_block_scale"),
+                                     step, *tensor, "block scales of F32, F16 or BF16"));
+        tensor->dtype = DType::kI16;
+        tensors_.push_back({ActivationFactorName(step.tensor), DType::kF32, Shape{1, 1}});
         return Status::Ok();
       case LayoutOp::kSortInputs: {
         const std::string index = step.tensor + "_group_index";

@@ -1,12 +1,12 @@
 #include "weights/steps/layout_step.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 #include <fmt/format.h>
 
 #include "weights/steps/expert_steps.hpp"
 #include "weights/steps/layout_ops.hpp"
+#include "weights/steps/marlin_ops.hpp"
 #include "weights/steps/row_maps.hpp"
 
 namespace fusedmoe {
@@ -26,14 +26,6 @@ Result<std::vector<int32_t>> RowMap(const LayoutStep& step, int64_t rows) {
 int MarlinTensorExponent(const LayoutStep& step) {
   return MarlinNvfp4TensorExponent(static_cast<int>(step.values[0]),
                                    step.values[1] != 0 ? DType::kF16 : DType::kBF16);
-}
-
-Result<Tensor> TimesPowerOfTwo(TensorView values, int exponent) {
-  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, values.shape()));
-  for (int64_t index = 0; index < values.count(); ++index) {
-    result.mutable_view().as<float>()[index] = std::ldexp(values.as<float>()[index], exponent);
-  }
-  return result;
 }
 
 Status NeedsWholeExpert(const LayoutStep& step) {
@@ -123,7 +115,9 @@ Status LayoutRecipe::Invert(ExpertTensors& expert) const {
     }
     expert.Set(name, Tensor(*kept));
   }
-  std::erase_if(expert.tensors, [](const auto& entry) { return entry.first.starts_with("canonical."); });
+  std::erase_if(expert.tensors, [](const auto& entry) {
+    return entry.first.starts_with("canonical.") || entry.first.ends_with("_activation_factor");
+  });
   return Status::Ok();
 }
 
@@ -153,17 +147,25 @@ Result<Tensor> ApplyStep(const LayoutStep& step, TensorView matrix) {
     case LayoutOp::kFlipSign:
       return FlipSigns(matrix, DTypeBits(matrix.dtype()) == 4 ? DType::kU4 : DType::kU8);
     case LayoutOp::kMarlinWeights:
-      return ToMarlinWeights(matrix);
+      return ToMarlinWeights(matrix, static_cast<int>(v[1]));
     case LayoutOp::kMarlinScales:
       return ToMarlinScales(matrix, v[0] != 0);
     case LayoutOp::kMarlinFours:
       return SwapInFours(matrix);
     case LayoutOp::kMarlinZeroPoints:
-      return ToMarlinZeroPoints(matrix, static_cast<DType>(v[0]));
+      return ToMarlinZeroPoints(matrix, static_cast<DType>(v[0]), static_cast<int>(v[1]));
+    case LayoutOp::kMarlinScaleType:
+      return MarlinScaleType(matrix, static_cast<DType>(v[0]), static_cast<int>(v[1]));
+    case LayoutOp::kMarlinExponents:
+      return MoveExponents(matrix, static_cast<int>(v[0]));
     case LayoutOp::kMarlinNvfp4Scales:
       return MarlinNvfp4Scales(matrix, static_cast<int>(v[0]));
     case LayoutOp::kMarlinTensorScale:
       return TimesPowerOfTwo(matrix, MarlinTensorExponent(step));
+    case LayoutOp::kTensorRows:
+      return TensorRows(matrix, v[0]);
+    case LayoutOp::kOneTensorScale:
+      return OneOfTwo(matrix);
     case LayoutOp::kClampScales:
       return ClampScales(matrix);
     default:
@@ -193,15 +195,23 @@ Result<Tensor> InvertStep(const LayoutStep& step, TensorView matrix) {
     case LayoutOp::kFlipSign:
       return FlipSigns(matrix, static_cast<DType>(v[0]));
     case LayoutOp::kMarlinWeights:
-      return FromMarlinWeights(matrix, static_cast<DType>(v[0]));
+      return FromMarlinWeights(matrix, static_cast<DType>(v[0]), static_cast<int>(v[1]));
     case LayoutOp::kMarlinScales:
       return FromMarlinScales(matrix, v[0] != 0);
     case LayoutOp::kMarlinFours:
       return SwapInFours(matrix);
     case LayoutOp::kMarlinZeroPoints:
-      return FromMarlinZeroPoints(matrix, static_cast<DType>(v[0]));
+      return FromMarlinZeroPoints(matrix, static_cast<DType>(v[0]), static_cast<int>(v[1]));
+    case LayoutOp::kMarlinScaleType:  // what is left of them
+      return MarlinScaleValues(matrix, static_cast<int>(v[1]));
+    case LayoutOp::kMarlinExponents:
+      return MoveExponents(matrix, -static_cast<int>(v[0]));
     case LayoutOp::kMarlinTensorScale:
       return TimesPowerOfTwo(matrix, -MarlinTensorExponent(step));
+    case LayoutOp::kTensorRows:
+      return FromTensorRows(matrix, v[0]);
+    case LayoutOp::kOneTensorScale:
+      return TwoOfOne(matrix);
     default:
       return NeedsWholeExpert(step);
   }

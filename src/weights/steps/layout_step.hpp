@@ -23,18 +23,28 @@
   X(kSwizzleScales, "swizzle_scales", "tile_rows,rows,columns", true, "128x4 or 8x4 tiles, zero padded")   \
   X(kRepeatRows, "repeat_rows", "parts,times,from,to", true, "each row of a part `times` times")           \
   X(kFlipSign, "flip_sign", "element", true, "two's complement codes to biased ones")                      \
-  X(kMarlinWeights, "marlin_weights", "element", true,                                                     \
-    "16 x 64 tiles in the order of tensor-core fragments")                                                 \
+  X(kMarlinWeights, "marlin_weights", "element,activation_bits", true,                                     \
+    "tiles in the order of tensor-core fragments")                                                         \
+  X(kMarlinFp8Codes, "marlin_fp8_codes", "zero_points", true, "4-bit codes as sign and magnitude")         \
   X(kMarlinScales, "marlin_scales", "grouped", true, "[outputs, groups] to [groups, outputs], permuted")   \
   X(kMarlinFours, "marlin_fours", "", true, "each four columns in the order 0, 2, 1, 3")                   \
-  X(kMarlinZeroPoints, "marlin_zero_points", "element", true, "permuted, interleaved and packed")          \
+  X(kMarlinScaleType, "marlin_scale_type", "element,exponent", false,                                      \
+    "rounded to the 16 bits of the model, times two to the exponent")                                      \
+  X(kMarlinInt8Scales, "marlin_int8_scales", "element", false,                                             \
+    "integers of 16 bits, in 4096ths of the largest of all experts")                                       \
+  X(kMarlinExponents, "marlin_exponents", "by", true, "E8M0 codes, larger by so many")                     \
+  X(kMarlinZeroPoints, "marlin_zero_points", "element,activation_bits", true,                              \
+    "permuted, interleaved and packed")                                                                    \
   X(kMarlinNvfp4Scales, "marlin_nvfp4_scales", "factor,half", false, "e4m3 to S0E5M3; tiny ones become 0") \
   X(kMarlinTensorScale, "marlin_tensor_scale", "factor,half", true,                                        \
     "times a power of two of the kernel's decoding")                                                       \
+  X(kTensorRows, "tensor_rows", "rows", true, "the tensor scale of each part for each of its rows")        \
+  X(kOneTensorScale, "one_tensor_scale", "", true, "the equal tensor scales of gate and up, once")         \
   X(kClampScales, "clamp_scales", "", false, "block scales of at least 1e-10")                             \
   X(kFoldTensorScale, "fold_tensor_scale", "", false, "one tensor scale for gate and up")                  \
   X(kMaxInputScale, "max_input_scale", "", false, "one input scale for gate and up, the larger")           \
   X(kMaxExpand, "max_expand", "", false, "one input scale for all experts, the largest")                   \
+  X(kDropZeroPoints, "drop_zero_points", "", false, "all are the middle of the codes, which kernels know") \
   X(kSortInputs, "sort_inputs", "", true, "columns by ascending group, their order beside them")           \
   X(kDropInputScale, "drop_input_scale", "", false, "activations are not quantized")                       \
   X(kOutputScale, "output_scale", "", true, "product of input and weight tensor scales, derived")
@@ -85,8 +95,9 @@ struct ExpertTensors {
 
 /// What steps need to know of the other experts.
 struct LayoutGlobals {
-  float input_tensor_scale = 0.0F;  ///< the largest of all experts, gate and up
-  float mid_tensor_scale = 0.0F;    ///< the largest of all experts
+  float input_tensor_scale = 0.0F;                            ///< the largest of all experts, gate and up
+  float mid_tensor_scale = 0.0F;                              ///< the largest of all experts
+  float gate_up_block_scale = 0.0F, down_block_scale = 0.0F;  ///< the largest of all experts
 };
 
 /// The name under which a lossy step keeps what it replaces.
@@ -119,7 +130,8 @@ class LayoutRecipe {
 };
 
 /// One step on one matrix [rows, columns] of its own, without the rest of an expert. Only steps that need
-/// nothing else; kUsage for the others (fold_tensor_scale, max_expand, output_scale ...).
+/// nothing else; kUsage for the others (fold_tensor_scale, max_expand, output_scale ...). The inverse of
+/// marlin_scale_type, which loses something, gives the numbers that it left.
 Result<Tensor> ApplyStep(const LayoutStep& step, TensorView matrix);
 Result<Tensor> InvertStep(const LayoutStep& step, TensorView matrix);
 

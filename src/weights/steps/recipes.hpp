@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <fusedmoe/quant.hpp>
 
@@ -16,14 +17,25 @@ struct LayoutProblem {
   WeightFormat format;
   bool has_bias = false;
   bool has_zero_points = false;
-  bool has_group_index = false;   ///< activation order
-  bool has_input_scales = false;  ///< stored, of both GEMMs
-  bool fold = false;              ///< gate and up differ in their tensor scales
-  bool max_gate_up = false;       ///< gate and up differ in their input scales
-  DType activation = DType::kBF16;
+  bool zero_points_are_implied = false;  ///< all are the middle of the codes
+  bool needs_zero_points() const { return has_zero_points && !zero_points_are_implied; }
+  bool has_group_index = false;     ///< activation order
+  bool has_input_scales = false;    ///< stored, of both GEMMs
+  bool fold = false;                ///< gate and up differ in their tensor scales
+  bool max_gate_up = false;         ///< gate and up differ in their input scales
+  DType activation = DType::kBF16;  ///< of the model; MARLIN takes F32 as BF16
+  /// What MARLIN's kernels round activations to: empty, they stay. kI8 or kF8E4M3 beside INT4 weights,
+  /// kF8E4M3 beside MXFP4 (vLLM's VLLM_MARLIN_INPUT_DTYPE).
+  std::optional<DType> marlin_inputs;
   int gate_up_factor = 0;  ///< MarlinNvfp4Factor of the largest block scale of all experts
   int down_factor = 0;
   int64_t parts() const { return gated ? 2 : 1; }
+};
+
+/// The sizes that kernels see: the logical ones, rounded up. Gate and up are padded separately.
+struct PaddedSizes {
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
 };
 
 /// FLASHINFER_TRTLLM: up rows first, interleaved (not block FP8), shuffled; scales of 4-bit and MX weights
@@ -40,7 +52,11 @@ LayoutRecipe FlashInferCuteDslRecipe(const LayoutProblem& problem, bool batched)
 /// VLLM_CUTLASS: canonical rows, NVFP4 scales swizzled, an input scale for each expert.
 LayoutRecipe VllmCutlassRecipe(const LayoutProblem& problem);
 
-/// MARLIN: 16 x 64 tiles of 4- or 8-bit codes, permuted scales, no input scales.
+/// MARLIN: tiles of 4- or 8-bit codes in the order of tensor-core fragments; scales and biases permuted, in
+/// the 16-bit type of the model, those of FP8 times 2^120 (BF16) or 2^8 (F16) as its decoding asks; no input
+/// scales.
 LayoutRecipe MarlinRecipe(const LayoutProblem& problem);
+/// Thread tiles are 64 outputs by 128 inputs or 128 by 64, and hold whole groups.
+PaddedSizes MarlinSizes(const LayoutProblem& problem);
 
 }  // namespace fusedmoe

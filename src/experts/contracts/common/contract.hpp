@@ -20,6 +20,8 @@ struct Contract {
   LayoutRecipe (*recipe)(const LayoutProblem& problem) = nullptr;
   /// What stands against a problem beyond what CommonObjections says.
   void (*objections)(const MoeProblem& problem, std::vector<Verdict>& verdicts) = nullptr;
+  /// What stands against the values of the weights, which only preparing them knows; null: nothing.
+  Status (*check)(const LayoutProblem& problem) = nullptr;
   bool standard = true;
   bool batched = false;
   bool routes_inside = false;

@@ -11,7 +11,7 @@
 #include "moe/rows.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
-#include "weights/steps/layout_ops.hpp"
+#include "weights/steps/marlin_ops.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -89,12 +89,15 @@ ContractExperts::ContractExperts(const Contract& contract, const MoeProblem& pro
   traits_.weight_and_reduce = standard ? WeightAndReduceKind::kNoOp : WeightAndReduceKind::kDelegate;
 }
 
-Status ContractExperts::TakeScales() {
+Status ContractExperts::TakeScales(const LayoutRecipe& recipe) {
+  // Those that steps gave to rows are read with the rows.
+  const bool by_row = std::any_of(recipe.steps.begin(), recipe.steps.end(),
+                                  [](const LayoutStep& step) { return step.op == LayoutOp::kTensorRows; });
   for (int part = 0; part < 2; ++part) {
-    tensor_scale_[part] = Column(weights_->Find("gate_up_tensor_scale"), part);
+    tensor_scale_[part] = Column(by_row ? nullptr : weights_->Find("gate_up_tensor_scale"), part);
     input_scale_[part] = Column(weights_->Find("input_tensor_scale"), part);
   }
-  tensor_scale_[2] = Column(weights_->Find("down_tensor_scale"), 0);
+  tensor_scale_[2] = Column(by_row ? nullptr : weights_->Find("down_tensor_scale"), 0);
   input_scale_[2] = Column(weights_->Find("mid_tensor_scale"), 0);
   output_scale_[0] = Column(weights_->Find("gate_up_output_scale"), 0);
   output_scale_[1] = Column(weights_->Find("down_output_scale"), 0);
@@ -126,7 +129,7 @@ Result<std::unique_ptr<Experts>> ContractExperts::Create(const Contract& contrac
     FMOE_ASSIGN_OR_RETURN(experts->gate_up_,
                           WeightRows::Create(*experts->weights_, recipe, shape, "gate_up"));
     FMOE_ASSIGN_OR_RETURN(experts->down_, WeightRows::Create(*experts->weights_, recipe, shape, "down"));
-    FMOE_RETURN_IF_ERROR(experts->TakeScales());
+    FMOE_RETURN_IF_ERROR(experts->TakeScales(recipe));
     if (experts->gate_up_.num_experts() != problem.config.num_local_experts) {
       return Status::BadInput(fmt::format("the prepared weights hold {} experts, the layer has {}",
                                           experts->gate_up_.num_experts(), problem.config.num_local_experts));

@@ -43,7 +43,7 @@ class ContractExperts final : public Experts {
 
   ContractExperts(const Contract& contract, const MoeProblem& problem,
                   std::shared_ptr<const PreparedWeights> weights);
-  Status TakeScales();
+  Status TakeScales(const LayoutRecipe& recipe);
   Status Route(const ExpertsInput& input, Batch& batch, const Workspace& workspace,
                const Executor& executor) const;
   Status FillBatch(const ExpertsInput& input, int64_t rows_per_expert, Batch& batch,

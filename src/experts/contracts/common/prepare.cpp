@@ -9,8 +9,8 @@
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
-#include "weights/steps/layout_ops.hpp"
 #include "weights/steps/layout_shapes.hpp"
+#include "weights/steps/marlin_ops.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -22,6 +22,7 @@ struct Survey {
   bool max_gate_up = false;
   bool has_bias = false;
   bool has_zero_points = false;
+  bool zero_points_are_implied = true;
   bool has_group_index = false;
   float largest_gate_up_scale = 0.0F;
   float largest_down_scale = 0.0F;
@@ -39,6 +40,21 @@ float LargestBlockScale(const CanonicalMatrix& matrix) {
     largest = std::max(largest, RowAmax(row.data(), scales.dim(1)));
   }
   return largest;
+}
+
+bool ZeroPointsAreImplied(const CanonicalMatrix& matrix) {
+  if (matrix.empty() || matrix.zero_point.empty()) {
+    return true;
+  }
+  const TensorView zeros = matrix.zero_point.view();
+  const int implied = matrix.format.implied_zero();
+  for (int64_t row = 0; row < zeros.dim(0) && zeros.dtype() == DType::kU8; ++row) {
+    const auto* begin = reinterpret_cast<const uint8_t*>(zeros.data() + row * zeros.stride_bytes(0));
+    if (!std::all_of(begin, begin + zeros.dim(1), [&](uint8_t zero) { return zero == implied; })) {
+      return false;
+    }
+  }
+  return zeros.dtype() == DType::kU8;
 }
 
 /// A stored input scale must be there for every projection: one that is missing and read as 0 would turn all
@@ -71,6 +87,8 @@ void Take(const CanonicalExpert& expert, bool fold_rescales, Survey& survey) {
   take(expert.down.input_tensor_scale, survey.globals.mid_tensor_scale);
   survey.has_bias = survey.has_bias || !expert.up.bias.empty();
   survey.has_zero_points = survey.has_zero_points || !expert.up.zero_point.empty();
+  survey.zero_points_are_implied = ZeroPointsAreImplied(expert.gate) && ZeroPointsAreImplied(expert.up) &&
+                                   ZeroPointsAreImplied(expert.down);
   survey.has_group_index = survey.has_group_index || !expert.up.group_index.empty();
   float gate_factor = 1.0F, up_factor = 1.0F;
   if (!expert.gate.empty()) {
@@ -121,6 +139,7 @@ Result<Survey> Look(const ExpertSource& source, const Executor& executor) {
     survey.max_gate_up = survey.max_gate_up || own.max_gate_up;
     survey.has_bias = survey.has_bias || own.has_bias;
     survey.has_zero_points = survey.has_zero_points || own.has_zero_points;
+    survey.zero_points_are_implied = survey.zero_points_are_implied && own.zero_points_are_implied;
     survey.has_group_index = survey.has_group_index || own.has_group_index;
     survey.globals.input_tensor_scale =
         std::max(survey.globals.input_tensor_scale, own.globals.input_tensor_scale);
@@ -141,6 +160,7 @@ LayoutProblem LayoutOf(const MoeProblem& problem, const Survey& survey) {
   layout.format = problem.scheme.weight;
   layout.has_bias = survey.has_bias;
   layout.has_zero_points = survey.has_zero_points;
+  layout.zero_points_are_implied = survey.zero_points_are_implied;
   layout.has_group_index = survey.has_group_index;
   layout.has_input_scales = problem.scheme.activation.static_tensor_scale;
   layout.fold = survey.fold;
@@ -253,12 +273,23 @@ class Mover {
     return Status::Ok();
   }
 
+  /// A tensor that no kernel reads: nothing but its copy is planned.
+  Status Drop(CanonicalExpert& expert, const TensorPlan& plan, int64_t index) const {
+    std::byte* kept = PlaceOf(CanonicalName(plan.name), index);
+    if (kept == nullptr) {
+      return Status::BadInput("was not planned").WithTensor(plan.name);
+    }
+    FMOE_RETURN_IF_ERROR(FuseTensor(expert, plan, kept));
+    ReleaseTensor(expert, plan.name);
+    return Status::Ok();
+  }
+
   Status MoveLarge(CanonicalExpert& expert, const TensorPlan& plan, int64_t index,
                    ExpertTensors& work) const {
     const TensorPlan* planned = PlanOf(plan.name);
     std::byte* place = PlaceOf(plan.name, index);
     if (place == nullptr) {
-      return Status::BadInput("was not planned").WithTensor(plan.name);
+      return Drop(expert, plan, index);
     }
     Tensor first = Tensor::Borrow(TensorView(place, plan.dtype, plan.shape), nullptr);
     std::byte* begin = place;
@@ -305,10 +336,11 @@ Result<PreparedWeights> ContractPrepare(const Contract& contract, const MoeProbl
     return prepared;
   }
   FMOE_ASSIGN_OR_RETURN(const Survey survey, Look(source, executor));
-  LayoutRecipe recipe;
-  if (contract.recipe != nullptr) {
-    recipe = contract.recipe(LayoutOf(problem, survey));
+  const LayoutProblem layout = LayoutOf(problem, survey);
+  if (contract.check != nullptr) {
+    FMOE_RETURN_IF_ERROR(contract.check(layout));
   }
+  const LayoutRecipe recipe = contract.recipe == nullptr ? LayoutRecipe() : contract.recipe(layout);
   prepared.recipe = recipe.ToText();
   FMOE_ASSIGN_OR_RETURN(Mover mover, Mover::Create(recipe, survey.globals, source));
   std::vector<double> errors(static_cast<size_t>(source.num_local_experts));

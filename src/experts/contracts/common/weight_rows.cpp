@@ -1,13 +1,14 @@
 #include "experts/contracts/common/weight_rows.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/marlin.hpp"
-#include "weights/steps/layout_ops.hpp"
+#include "weights/steps/marlin_ops.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -22,9 +23,16 @@ DType StoredElement(const LayoutRecipe& recipe, const std::string& name, DType e
   return element;
 }
 
+/// The first step of that kind on a tensor; null: there is none.
+const LayoutStep* FindStep(const LayoutRecipe& recipe, const std::string& name, LayoutOp op) {
+  const auto found = std::find_if(recipe.steps.begin(), recipe.steps.end(), [&](const LayoutStep& step) {
+    return step.tensor == name && step.op == op;
+  });
+  return found == recipe.steps.end() ? nullptr : &*found;
+}
+
 bool HasStep(const LayoutRecipe& recipe, const std::string& name, LayoutOp op) {
-  return std::any_of(recipe.steps.begin(), recipe.steps.end(),
-                     [&](const LayoutStep& step) { return step.tensor == name && step.op == op; });
+  return FindStep(recipe, name, op) != nullptr;
 }
 
 Status WrongBytes(const std::string& name, const Tensor* tensor, int64_t required) {
@@ -58,6 +66,10 @@ Status WeightRows::FollowSteps(const LayoutRecipe& recipe, const std::string& na
         located.place = Place::kSwizzled;
         break;
       case LayoutOp::kMarlinWeights:
+        if (step.values[1] != 16) {
+          return Status::Unsupported(fmt::format("{} is for {}-bit activations; rows are read for 16",
+                                                 TextOf(step), step.values[1]));
+        }
         located.place = Place::kMarlin;
         break;
       case LayoutOp::kMarlinNvfp4Scales: {
@@ -129,7 +141,7 @@ Status WeightRows::TakeVectors(const PreparedWeights& weights, const LayoutRecip
     for (int64_t expert = 0; expert < num_experts_; ++expert) {
       Tensor matrix = Tensor::Borrow(ExpertOf(*stacked, expert), nullptr);
       for (auto step = recipe.steps.rbegin(); step != recipe.steps.rend(); ++step) {
-        if (step->tensor == tensor_name) {
+        if (step->tensor == tensor_name && step->op != LayoutOp::kTensorRows) {
           FMOE_ASSIGN_OR_RETURN(matrix, InvertStep(*step, matrix.view()));
         }
       }
@@ -141,6 +153,14 @@ Status WeightRows::TakeVectors(const PreparedWeights& weights, const LayoutRecip
   };
   FMOE_RETURN_IF_ERROR(restore(name + "_zero_point", zero_points_));
   FMOE_RETURN_IF_ERROR(restore(name + "_channel_scale", channel_scales_));
+  if (HasStep(recipe, name + "_tensor_scale", LayoutOp::kTensorRows)) {
+    FMOE_RETURN_IF_ERROR(restore(name + "_tensor_scale", channel_scales_));
+  }
+  if (!channel_scales_.empty() && channel_scales_.size() != static_cast<size_t>(num_experts_ * rows_)) {
+    return Status::BadInput(fmt::format("{} scales of rows are prepared, {} of each expert are required",
+                                        channel_scales_.size(), rows_))
+        .WithTensor(name);
+  }
   return restore(name + "_bias", bias_);
 }
 
@@ -189,6 +209,9 @@ Result<WeightRows> WeightRows::Create(const PreparedWeights& weights, const Layo
     }
     FMOE_ASSIGN_OR_RETURN(reader.scales_, Locate(weights, recipe, scale, parts * block_rows, reader.groups_));
     reader.scale_is_s0e5m3_ = HasStep(recipe, scale, LayoutOp::kMarlinNvfp4Scales);
+    if (const LayoutStep* typed = FindStep(recipe, scale, LayoutOp::kMarlinScaleType); typed != nullptr) {
+      reader.scale_factor_ = std::ldexp(1.0F, -static_cast<int>(typed->values[1]));
+    }
     // From here on `at` is asked with rows, not with blocks.
     std::vector<int32_t> at(static_cast<size_t>(reader.rows_));
     for (int64_t row = 0; row < reader.rows_; ++row) {
@@ -278,7 +301,7 @@ float WeightRows::ScaleAt(int64_t expert, int64_t row, int64_t group) const {
   }
   float scale = 0.0F;
   DecodeRow(scales_.dtype, base, index, 1, &scale);
-  return scale;
+  return scale * scale_factor_;
 }
 
 void WeightRows::Decode(int64_t expert, int64_t row, int64_t begin, int64_t count, float* out) const {

@@ -17,7 +17,8 @@ namespace fusedmoe {
 /// rearranged back, so that what a kernel would read is what is computed with.
 ///
 /// Row r of "gate_up" is gate for r < I and up behind it; of "down" output r. Values are
-/// (code - zero) * block_scale * channel_scale: tensor scales are the caller's, and so is 2^-e2m1_bias().
+/// (code - zero) * block_scale * channel_scale; a tensor scale that a step gave to rows counts as theirs, any
+/// other is the caller's, with the 2^-bias of MARLIN's e2m1.
 class WeightRows {
  public:
   /// `projection` is "gate_up" or "down". The weights must outlive the reader. kBadInput when a tensor is
@@ -60,11 +61,12 @@ class WeightRows {
   std::vector<int32_t> fragment_;  // place of each code within a tile of Marlin
   std::vector<float> value_of_;    // of each 4- or 8-bit code
   bool scale_is_s0e5m3_ = false;
+  float scale_factor_ = 1.0F;  ///< what the decoding of codes leaves over, 2^-exponent of marlin_scale_type
   float implied_zero_ = 0.0F;
   // Activation order, [experts, cols]: where each canonical column is stored, and its group. Empty: in order.
   std::vector<int32_t> stored_column_, group_of_;
   std::vector<uint8_t> zero_points_;          // [experts, rows, groups]
-  std::vector<float> channel_scales_, bias_;  // [experts, rows]
+  std::vector<float> channel_scales_, bias_;  // [experts, rows]; values, whatever the kernel's exponent
 };
 
 }  // namespace fusedmoe
