@@ -125,7 +125,7 @@ TEST(Marlin_Sizes, AreThoseOfThreadTilesAndWholeGroups) {
 }
 
 // vLLM asks whether gate and up have groups with the inputs of down: a layer whose intermediate size is one
-// group gets its scales in the order of channels, which its kernel does not read.
+// group gets its scales in the order of channels, which its kernel does not read, and the other way round.
 TEST(UpstreamSlips, GroupsOfGateAndUp_AreThoseOfTheirOwnInputs) {
   LayoutProblem problem;
   problem.format = {.element = DType::kU8, .block = {1, 64}, .block_scale_dtype = DType::kBF16};
