@@ -141,86 +141,13 @@ int64_t LatencyTokens(const CpuPathCost& vectors) {
   return static_cast<int64_t>(std::clamp(tokens, 1.0, static_cast<double>(kMostCrossoverTokens)));
 }
 
-/// The kind of the codes, up to the first underscore, and at the end the k of a group: Distance compares
-/// both. Codes of few bits are decoded like nibbles or bytes, and indices of a codebook like nibbles. Where
-/// scales of FP8 blocks stand makes another kernel, and no other figures.
 std::string_view WeightKernelName(WeightKernel kernel) {
-  switch (kernel) {
-    case kWeightF32:
-      return "f32";
-    case kWeightBf16:
-      return "bf16";
-    case kWeightF16:
-      return "f16";
-    case kWeightE4m3:
-      return "e4m3";
-    case kWeightE4m3Scaled:
-    case kWeightE4m3Stripe:
-      return "e4m3_scaled";
-    case kWeightMxfp8:
-      return "mxfp8";
-    case kWeightE5m2:
-      return "e5m2";
-    case kWeightNvfp4:
-      return "nvfp4";
-    case kWeightMxfp4:
-      return "mxfp4";
-    case kWeightMxfp6:
-      return "mxfp6";
-    case kWeightU4:
-      return "u4";
-    case kWeightU4Group16:
-      return "u4_group16";
-    case kWeightU4Group32:
-      return "u4_group32";
-    case kWeightU4Group64:
-      return "u4_group64";
-    case kWeightU4Group128:
-      return "u4_group128";
-    case kWeightU4Super16:
-      return "u4_super16";
-    case kWeightU4Super32:
-      return "u4_super32";
-    case kWeightU8:
-      return "u8";
-    case kWeightU8Group16:
-      return "u8_group16";
-    case kWeightU8Group32:
-      return "u8_group32";
-    case kWeightU8Group64:
-      return "u8_group64";
-    case kWeightU8Group128:
-      return "u8_group128";
-    case kWeightU8Super16:
-      return "u8_super16";
-    case kWeightU8Super32:
-      return "u8_super32";
-    case kWeightBookGroup32:
-      return "u4_book_group32";
-    case kWeightBookSuper32:
-      return "u4_book_super32";
-    case kWeightIq1Super16:
-      return "u4_iq1_super16";
-    case kWeightIq1Super32:
-      return "u4_iq1_super32";
-    case kWeightIq2Super16:
-      return "u4_iq2_super16";
-    case kWeightIq2Super32:
-      return "u4_iq2_super32";
-    case kWeightU2Super16:
-      return "u4_bits2_super16";
-    case kWeightU3Super16:
-      return "u4_bits3_super16";
-    case kWeightU5Group32:
-      return "u8_bits5_group32";
-    case kWeightU5Super32:
-      return "u8_bits5_super32";
-    case kWeightU6Super16:
-      return "u8_bits6_super16";
-    case kNumWeightKernels:
-      break;
-  }
-  return "none";
+  constexpr std::string_view kNames[] = {
+#define FMOE_WEIGHT_NAME(id, name, ...) name,
+      FMOE_WEIGHT_KERNEL_TABLE(FMOE_WEIGHT_NAME)
+#undef FMOE_WEIGHT_NAME
+  };
+  return kernel < kNumWeightKernels ? kNames[kernel] : "none";
 }
 
 std::string_view TileKindName(TileKind tile) {

@@ -42,31 +42,9 @@ constexpr void SetIntegers(KernelTable& table) {
   SetInteger<kWeightMxfp6>(table);
   SetIntegerDots<kWeightMxfp4, kTileMx>(table);
   SetIntegerDots<kWeightMxfp6, kTileMx>(table);
-  SetInteger<kWeightU4>(table);
-  SetInteger<kWeightU4Group16>(table);
-  SetInteger<kWeightU4Group32>(table);
-  SetInteger<kWeightU4Group64>(table);
-  SetInteger<kWeightU4Group128>(table);
-  SetInteger<kWeightU4Super16>(table);
-  SetInteger<kWeightU4Super32>(table);
-  SetInteger<kWeightU8>(table);
-  SetInteger<kWeightU8Group16>(table);
-  SetInteger<kWeightU8Group32>(table);
-  SetInteger<kWeightU8Group64>(table);
-  SetInteger<kWeightU8Group128>(table);
-  SetInteger<kWeightU8Super16>(table);
-  SetInteger<kWeightU8Super32>(table);
-  SetInteger<kWeightBookGroup32>(table);
-  SetInteger<kWeightBookSuper32>(table);
-  SetInteger<kWeightIq1Super16>(table);
-  SetInteger<kWeightIq1Super32>(table);
-  SetInteger<kWeightIq2Super16>(table);
-  SetInteger<kWeightIq2Super32>(table);
-  SetInteger<kWeightU2Super16>(table);
-  SetInteger<kWeightU3Super16>(table);
-  SetInteger<kWeightU5Group32>(table);
-  SetInteger<kWeightU5Super32>(table);
-  SetInteger<kWeightU6Super16>(table);
+#define FMOE_SET_INTEGER(id, ...) SetInteger<id>(table);
+  FMOE_INTEGER_WEIGHT_TABLE(FMOE_SET_INTEGER)
+#undef FMOE_SET_INTEGER
 }
 
 constexpr KernelTable MakeIntegerTable(const char* isa) {

@@ -79,53 +79,20 @@ KernelTable WithAdded(const Level& level) {
   return table;
 }
 
+/// The panels that a kernel reads.
 struct PanelKernel {
   DType code;
   PanelScale scale;
   int64_t group;
   WeightKernel kernel;
-  bool codebook = false;
-  int code_bits = 0;
 };
 
 constexpr PanelKernel kPanelKernels[] = {
-    {DType::kF32, PanelScale::kNone, 0, kWeightF32},
-    {DType::kBF16, PanelScale::kNone, 0, kWeightBf16},
-    {DType::kF16, PanelScale::kNone, 0, kWeightF16},
-    {DType::kF8E4M3, PanelScale::kNone, 0, kWeightE4m3},
-    {DType::kF8E4M3, PanelScale::kF32, 64, kWeightE4m3Scaled},
-    {DType::kF8E4M3, PanelScale::kStripeF32, 64, kWeightE4m3Stripe},
-    {DType::kF8E4M3, PanelScale::kE8M0, 32, kWeightMxfp8},
-    {DType::kF8E5M2, PanelScale::kNone, 0, kWeightE5m2},
-    {DType::kF4E2M1, PanelScale::kE4M3, 16, kWeightNvfp4},
-    {DType::kF4E2M1, PanelScale::kE8M0, 32, kWeightMxfp4},
-    {DType::kF6E2M3, PanelScale::kE8M0, 32, kWeightMxfp6},
-    {DType::kF6E3M2, PanelScale::kE8M0, 32, kWeightMxfp6},
-    {DType::kU4, PanelScale::kNone, 0, kWeightU4},
-    {DType::kU4, PanelScale::kBF16, 16, kWeightU4Group16},
-    {DType::kU4, PanelScale::kBF16, 32, kWeightU4Group32},
-    {DType::kU4, PanelScale::kBF16, 64, kWeightU4Group64},
-    {DType::kU4, PanelScale::kBF16, 128, kWeightU4Group128},
-    {DType::kU4, PanelScale::kI8, 16, kWeightU4Super16},
-    {DType::kU4, PanelScale::kI8, 32, kWeightU4Super32},
-    {DType::kU8, PanelScale::kNone, 0, kWeightU8},
-    {DType::kU8, PanelScale::kBF16, 16, kWeightU8Group16},
-    {DType::kU8, PanelScale::kBF16, 32, kWeightU8Group32},
-    {DType::kU8, PanelScale::kBF16, 64, kWeightU8Group64},
-    {DType::kU8, PanelScale::kBF16, 128, kWeightU8Group128},
-    {DType::kU8, PanelScale::kI8, 16, kWeightU8Super16},
-    {DType::kU8, PanelScale::kI8, 32, kWeightU8Super32},
-    {DType::kU4, PanelScale::kBF16, 32, kWeightBookGroup32, true},
-    {DType::kU4, PanelScale::kI8, 32, kWeightBookSuper32, true},
-    {DType::kU8, PanelScale::kI8, 16, kWeightIq1Super16, true, 3},
-    {DType::kU8, PanelScale::kI8, 32, kWeightIq1Super32, true, 3},
-    {DType::kU8, PanelScale::kI8, 16, kWeightIq2Super16, true, 3},
-    {DType::kU8, PanelScale::kI8, 32, kWeightIq2Super32, true, 3},
-    {DType::kU8, PanelScale::kI8, 16, kWeightU2Super16, false, 2},
-    {DType::kU8, PanelScale::kI8, 16, kWeightU3Super16, false, 3},
-    {DType::kU8, PanelScale::kBF16, 32, kWeightU5Group32, false, 5},
-    {DType::kU8, PanelScale::kI8, 32, kWeightU5Super32, false, 5},
-    {DType::kU8, PanelScale::kI8, 16, kWeightU6Super16, false, 6},
+#define FMOE_PANEL_KERNEL(id, name, bits, group, zero, two_levels, codebook, panel_code, panel_scale, \
+                          panel_group)                                                                \
+  {DType::panel_code, PanelScale::panel_scale, panel_group, id},
+    FMOE_WEIGHT_KERNEL_TABLE(FMOE_PANEL_KERNEL)
+#undef FMOE_PANEL_KERNEL
 };
 
 }  // namespace
@@ -207,12 +174,14 @@ WeightKernel KernelFor(const PanelFormat& format) {
   const bool integers = format.code == DType::kU4 || format.code == DType::kU8;
   const bool of_any_type = integers && format.group > 0 && format.scale != PanelScale::kI8;
   const PanelScale scale = of_any_type ? PanelScale::kBF16 : format.scale;
+  const DType code = IsPanelFloat6(format.code) ? DType::kF6E2M3 : format.code;  // one kernel for both
   const bool codebook = format.codebook != Codebook::kNone;
   for (const PanelKernel& row : kPanelKernels) {
-    const int zero = codebook ? NumbersZero(format.codebook, format.bits()) : kCodeTraits[row.kernel].zero;
-    if (row.code == format.code && row.scale == scale && row.group == format.group &&
-        row.codebook == codebook && row.code_bits == format.code_bits &&
-        kCodeTraits[row.kernel].zero == zero) {
+    const CodeTraits& traits = kCodeTraits[row.kernel];
+    const int code_bits = row.code == DType::kU8 && traits.bits < 8 ? traits.bits : 0;
+    const int zero = codebook ? NumbersZero(format.codebook, format.bits()) : traits.zero;
+    if (row.code == code && row.scale == scale && row.group == format.group && traits.codebook == codebook &&
+        code_bits == format.code_bits && traits.zero == zero) {
       return row.kernel;
     }
   }

@@ -30,14 +30,9 @@ constexpr void SetPanel(KernelTable& table) {
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
   table.isa = isa;
-  SetFloatDots<kWeightF32, kTileF32>(table);
-  SetFloatDots<kWeightBf16, kTileF32>(table);
-  SetFloatDots<kWeightF16, kTileF32>(table);
-  SetFloatDots<kWeightE4m3, kTileF32>(table);
-  SetFloatDots<kWeightE4m3Scaled, kTileF32>(table);
-  SetFloatDots<kWeightE4m3Stripe, kTileF32>(table);
-  SetFloatDots<kWeightMxfp8, kTileF32>(table);
-  SetFloatDots<kWeightE5m2, kTileF32>(table);
+#define FMOE_SET_FLOAT(id, ...) SetFloatDots<id, kTileF32>(table);
+  FMOE_FLOAT_WEIGHT_TABLE(FMOE_SET_FLOAT)
+#undef FMOE_SET_FLOAT
 #if defined(__AVX512BW__)
   SetStagedDots<kWeightE4m3>(table);
   SetStagedDots<kWeightE4m3Scaled>(table);

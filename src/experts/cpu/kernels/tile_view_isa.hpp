@@ -2,50 +2,11 @@
 
 #include <stdint.h>
 
-/// Which weights kernels meet, and how tiles hold activations, in plain C terms: compiled once for each
-/// instruction set, so nothing here may have external linkage (kernel_table_isa.hpp).
-namespace fusedmoe::cpu {
+#include "experts/cpu/kernels/weight_kernel_isa.hpp"
 
-/// How the codes of a panel become numbers. One micro-kernel each; order as in kPanelKernels of kernels.cpp.
-enum WeightKernel : int {
-  kWeightF32,
-  kWeightBf16,
-  kWeightF16,
-  kWeightE4m3,
-  kWeightE4m3Scaled,  ///< fp32 scale per row and 64 k
-  kWeightE4m3Stripe,  ///< fp32 scale per stripe and 64 k, in front of the stripe
-  kWeightMxfp8,       ///< e4m3 with e8m0 per 32
-  kWeightE5m2,
-  kWeightNvfp4,  ///< e2m1 with e4m3 per 16
-  kWeightMxfp4,  ///< e2m1 with e8m0 per 32
-  kWeightMxfp6,  ///< e2m3 or e3m2 with e8m0 per 32: products of two bytes (GroupScales::numbers)
-  kWeightU4,
-  kWeightU4Group16,  ///< scale and zero point per group: GroupScales
-  kWeightU4Group32,
-  kWeightU4Group64,
-  kWeightU4Group128,
-  kWeightU4Super16,  ///< scale and minimum per group in units of a block of 128: two levels
-  kWeightU4Super32,
-  kWeightU8,
-  kWeightU8Group16,
-  kWeightU8Group32,
-  kWeightU8Group64,
-  kWeightU8Group128,
-  kWeightU8Super16,
-  kWeightU8Super32,
-  kWeightBookGroup32,  ///< 4-bit indices of bytes (GroupScales::numbers); else as kWeightU8Group32
-  kWeightBookSuper32,
-  kWeightIq1Super16,  ///< 3-bit indices of numbers up to 9, and up to 43
-  kWeightIq1Super32,
-  kWeightIq2Super16,
-  kWeightIq2Super32,
-  kWeightU2Super16,  ///< codes of 2, 3, 5 and 6 bits; else as the same of kWeightU8
-  kWeightU3Super16,
-  kWeightU5Group32,
-  kWeightU5Super32,
-  kWeightU6Super16,
-  kNumWeightKernels
-};
+/// How tiles hold activations, and what kernels are told of the weights that they meet, in plain C terms:
+/// compiled once for each instruction set, so nothing here may have external linkage (kernel_table_isa.hpp).
+namespace fusedmoe::cpu {
 
 /// How a tile holds its activations.
 enum TileKind : int {
@@ -136,83 +97,6 @@ struct TileView {
   int slab_tiles;
 };
 
-/// What kernels have to know of the codes of their weights.
-struct CodeTraits {
-  int bits;   ///< of a code in a panel (weights/panel.hpp)
-  int group;  ///< k that share a scale, 64 at most; of bytes that have none, k whose products are added up;
-              ///< else 0
-  int zero;   ///< what codes are too large by; 0: nothing, or what their zero points say
-  bool two_levels;  ///< scales are bytes in units of a block
-  bool codebook;    ///< codes become bytes by a table of the panel
-};
-
-/// In the order of WeightKernel. Codes of e2m1 are doubled and shifted to 0..24.
-static constexpr CodeTraits kCodeTraits[kNumWeightKernels] = {
-    {32, 0, 0, false, false},    // kWeightF32
-    {16, 0, 0, false, false},    // kWeightBf16
-    {16, 0, 0, false, false},    // kWeightF16
-    {8, 0, 0, false, false},     // kWeightE4m3
-    {8, 0, 0, false, false},     // kWeightE4m3Scaled
-    {8, 0, 0, false, false},     // kWeightE4m3Stripe
-    {8, 0, 0, false, false},     // kWeightMxfp8
-    {8, 0, 0, false, false},     // kWeightE5m2
-    {4, 16, 12, false, false},   // kWeightNvfp4
-    {4, 32, 12, false, false},   // kWeightMxfp4
-    {6, 32, 0, false, false},    // kWeightMxfp6
-    {4, 64, 8, false, false},    // kWeightU4
-    {4, 16, 8, false, false},    // kWeightU4Group16
-    {4, 32, 8, false, false},    // kWeightU4Group32
-    {4, 64, 8, false, false},    // kWeightU4Group64
-    {4, 64, 8, false, false},    // kWeightU4Group128
-    {4, 16, 8, true, false},     // kWeightU4Super16
-    {4, 32, 8, true, false},     // kWeightU4Super32
-    {8, 64, 128, false, false},  // kWeightU8
-    {8, 16, 128, false, false},  // kWeightU8Group16
-    {8, 32, 128, false, false},  // kWeightU8Group32
-    {8, 64, 128, false, false},  // kWeightU8Group64
-    {8, 64, 128, false, false},  // kWeightU8Group128
-    {8, 16, 128, true, false},   // kWeightU8Super16
-    {8, 32, 128, true, false},   // kWeightU8Super32
-    {4, 32, 128, false, true},   // kWeightBookGroup32
-    {4, 32, 128, true, true},    // kWeightBookSuper32
-    {3, 16, 9, true, true},      // kWeightIq1Super16
-    {3, 32, 9, true, true},      // kWeightIq1Super32
-    {3, 16, 43, true, true},     // kWeightIq2Super16
-    {3, 32, 43, true, true},     // kWeightIq2Super32
-    {2, 16, 2, true, false},     // kWeightU2Super16
-    {3, 16, 4, true, false},     // kWeightU3Super16
-    {5, 32, 16, false, false},   // kWeightU5Group32
-    {5, 32, 16, true, false},    // kWeightU5Super32
-    {6, 16, 32, true, false},    // kWeightU6Super16
-};
-
-/// Integers in groups whose scales are bytes in units of a block.
-static constexpr bool HasTwoLevels(WeightKernel kernel) {
-  return kCodeTraits[kernel].two_levels;
-}
-/// Codes that become bytes by a table of the panel.
-static constexpr bool HasCodebook(WeightKernel kernel) {
-  return kCodeTraits[kernel].codebook;
-}
-/// Codes that share bytes otherwise than as nibbles (weights/packed_bits.hpp).
-static constexpr bool IsPacked(WeightKernel kernel) {
-  return kCodeTraits[kernel].bits < 8 && kCodeTraits[kernel].bits != 4;
-}
-/// Types of GGUF files: no scheme has them beside activations that are codes (NarrowPanelOf), so they have no
-/// kernels for kTileA24.
-static constexpr bool IsWeightOnly(WeightKernel kernel) {
-  return HasTwoLevels(kernel) || HasCodebook(kernel) || (IsPacked(kernel) && kernel != kWeightMxfp6);
-}
-
-/// Whether integers in groups have zero points or minima (GroupScales::zeros): blocks of Q2_K and Q5_K
-/// always, those of Q3_K, Q6_K and of types with a codebook never.
-enum HasZeroPoints : int { kNever, kSometimes, kAlways };
-static constexpr HasZeroPoints ZeroPointsOf(WeightKernel kernel) {
-  return kernel == kWeightU2Super16 || kernel == kWeightU5Super32                          ? kAlways
-         : HasCodebook(kernel) || kernel == kWeightU3Super16 || kernel == kWeightU6Super16 ? kNever
-                                                                                           : kSometimes;
-}
-
 /// Tiles of fp32 (dot_float_isa.hpp).
 static constexpr bool IsFloatTile(TileKind kind) {
   return kind == kTileF32 || kind == kTileRaised;
@@ -234,8 +118,7 @@ struct Correction {
 /// `zero_points`: of integers in groups (GroupScales).
 static constexpr Correction CorrectionOf(WeightKernel kernel, bool zero_points) {
   const CodeTraits& traits = kCodeTraits[kernel];
-  const bool in_groups = kernel > kWeightU4 && kernel != kWeightU8;
-  return {traits.group, traits.zero, zero_points && in_groups};
+  return {traits.group, traits.zero, zero_points && IsGrouped(kernel)};
 }
 
 /// Tiles that have a scale for each group of the weights.

@@ -36,6 +36,14 @@ constexpr void SetFormat(TileKernels& kernels) {
   format.scale_group = Engine::Panel::kFlush;
 }
 
+/// Those of integers in groups.
+template <WeightKernel kWeight>
+constexpr void SetGrouped(TileKernels& kernels) {
+  if constexpr (IsGrouped(kWeight)) {
+    SetFormat<kWeight, kRoundedInF32>(kernels);
+  }
+}
+
 template <TileSums kSums>
 constexpr void SetFinishers(TileKernels& kernels) {
   kernels.scale[kSums] = &ScaleSums<kSums>;
@@ -51,29 +59,9 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   TileKernels kernels = {};
   kernels.name = name;
   if constexpr (kInF32) {
-    SetFormat<kWeightU4Group16, kRoundedInF32>(kernels);
-    SetFormat<kWeightU4Group32, kRoundedInF32>(kernels);
-    SetFormat<kWeightU4Group64, kRoundedInF32>(kernels);
-    SetFormat<kWeightU4Group128, kRoundedInF32>(kernels);
-    SetFormat<kWeightU4Super16, kRoundedInF32>(kernels);
-    SetFormat<kWeightU4Super32, kRoundedInF32>(kernels);
-    SetFormat<kWeightU8Group16, kRoundedInF32>(kernels);
-    SetFormat<kWeightU8Group32, kRoundedInF32>(kernels);
-    SetFormat<kWeightU8Group64, kRoundedInF32>(kernels);
-    SetFormat<kWeightU8Group128, kRoundedInF32>(kernels);
-    SetFormat<kWeightU8Super16, kRoundedInF32>(kernels);
-    SetFormat<kWeightU8Super32, kRoundedInF32>(kernels);
-    SetFormat<kWeightBookGroup32, kRoundedInF32>(kernels);
-    SetFormat<kWeightBookSuper32, kRoundedInF32>(kernels);
-    SetFormat<kWeightIq1Super16, kRoundedInF32>(kernels);
-    SetFormat<kWeightIq1Super32, kRoundedInF32>(kernels);
-    SetFormat<kWeightIq2Super16, kRoundedInF32>(kernels);
-    SetFormat<kWeightIq2Super32, kRoundedInF32>(kernels);
-    SetFormat<kWeightU2Super16, kRoundedInF32>(kernels);
-    SetFormat<kWeightU3Super16, kRoundedInF32>(kernels);
-    SetFormat<kWeightU5Group32, kRoundedInF32>(kernels);
-    SetFormat<kWeightU5Super32, kRoundedInF32>(kernels);
-    SetFormat<kWeightU6Super16, kRoundedInF32>(kernels);
+#define FMOE_SET_GROUPED(id, ...) SetGrouped<id>(kernels);
+    FMOE_INTEGER_WEIGHT_TABLE(FMOE_SET_GROUPED)
+#undef FMOE_SET_GROUPED
   } else {
     SetFormat<kWeightBf16, kExactWeights>(kernels);
     SetFormat<kWeightE4m3, kExactWeights>(kernels);
