@@ -35,7 +35,7 @@ struct RowExchange {
 /// the buffers of the call that failed, so they must stay where they are until Abort or the end of the
 /// process.
 ///
-/// Not thread-safe: one call at a time. Layers that share it take turns (TakeTurn): a second forward at the
+/// Not thread-safe: one call at a time. Layers that share it lock it (TryLock): a second forward at the
 /// same time is refused.
 ///
 /// A communicator of cards (NcclCommunicator) does all of this through the host communicator that it was made
@@ -64,12 +64,10 @@ class Communicator {
   /// Start and Wait.
   Status Exchange(const RowExchange& exchange);
 
-  /// Claims the calls that follow for this thread; false, without waiting, where another has claimed them. A
-  /// forward of a layer that it joins takes a turn for as long as it runs. A communicator that exchanges
-  /// through another takes the other's.
-  virtual bool TakeTurn() { return !taken_.exchange(true, std::memory_order_acquire); }
-  /// Ends a turn that was taken.
-  virtual void EndTurn() { taken_.store(false, std::memory_order_release); }
+  /// Locks it for the calls that follow; false, without waiting, where it is locked. A forward of a layer on
+  /// it holds the lock for as long as it runs. A communicator that exchanges through another locks the other.
+  virtual bool TryLock() { return !locked_.exchange(true, std::memory_order_acquire); }
+  virtual void Unlock() { locked_.store(false, std::memory_order_release); }
 
   /// Whether rows on cards can be exchanged: Enqueue and Finish.
   virtual bool on_cards() const { return false; }
@@ -87,7 +85,7 @@ class Communicator {
   virtual void GiveUp(const Status& why);
 
  private:
-  std::atomic<bool> taken_{false};
+  std::atomic<bool> locked_{false};
 };
 
 struct CommunicatorOptions {

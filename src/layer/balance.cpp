@@ -226,8 +226,8 @@ Result<EplbStep> MoeLayer::EndStep() {
   if (!step.planned) {
     return step;
   }
-  const Turn turn(impl_->ranks.get());
-  if (Status status = turn.status(); !status.ok()) {
+  const CommunicatorLock lock(impl_->ranks.get());
+  if (Status status = lock.status(); !status.ok()) {
     balance.state.Postpone();
     return status;
   }

@@ -102,14 +102,14 @@ SharedExpertWeights SharedUnderRule(SharedExpertWeights shared, const std::strin
 
 }  // namespace
 
-Status Turn::status() const {
-  return taken_ ? Status::Ok()
-                : Status::Usage(fmt::format("another thread runs a layer on the communicator of these {} "
-                                            "ranks, which serves one at a time",
-                                            ranks_->size()))
-                      .WithHint(
-                          "run the layers of a communicator from one thread at a time, in the same order on "
-                          "all ranks");
+Status CommunicatorLock::status() const {
+  return locked_ ? Status::Ok()
+                 : Status::Usage(fmt::format("another thread runs a layer on the communicator of these {} "
+                                             "ranks, which serves one at a time",
+                                             ranks_->size()))
+                       .WithHint(
+                           "run the layers of a communicator from one thread at a time, in the same order on "
+                           "all ranks");
 }
 
 MoeLayer::MoeLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -141,8 +141,8 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::AgreeOn(Result<std::unique_ptr<MoeLa
   if (options.communicator == nullptr || options.communicator->size() == 1) {
     return layer;
   }
-  const Turn turn(options.communicator.get());
-  FMOE_RETURN_IF_ERROR(turn.status());
+  const CommunicatorLock lock(options.communicator.get());
+  FMOE_RETURN_IF_ERROR(lock.status());
   FMOE_RETURN_IF_ERROR(
       Agree(*options.communicator, "load", layer.status(), layer.ok() ? (*layer)->impl_->fingerprint : 0));
   if ((*layer)->impl_->wire != nullptr) {
@@ -257,8 +257,8 @@ Result<Workspace> MoeLayer::CreateWorkspace() const {
 
 Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
                          const Executor& executor) const {
-  const Turn turn(impl_->ranks.get());
-  FMOE_RETURN_IF_ERROR(turn.status());
+  const CommunicatorLock lock(impl_->ranks.get());
+  FMOE_RETURN_IF_ERROR(lock.status());
   return impl_->Run(inputs, outputs, workspace, executor);
 }
 
@@ -295,8 +295,8 @@ Status MoeLayer::ForwardFromHost(const Inputs& inputs, const Outputs& outputs, c
   if (!on_device()) {
     return Forward(inputs, outputs, workspace, executor);
   }
-  const Turn turn(impl_->ranks.get());
-  FMOE_RETURN_IF_ERROR(turn.status());
+  const CommunicatorLock lock(impl_->ranks.get());
+  FMOE_RETURN_IF_ERROR(lock.status());
   Status ready = impl_->CheckInputs(inputs, outputs);
   // Ids that the card would skip are refused here, where they can be seen.
   if (ready.ok() && inputs.hidden.dim(0) > 0 && !inputs.topk_ids.empty()) {

@@ -12,24 +12,25 @@
 
 namespace fusedmoe {
 
-/// The turn of a forward on the ranks of its layer; a layer on one rank needs none. A forward without the
-/// turn must not tell the other ranks: it would use the communicator of the one that has it.
-class Turn {
+/// The lock of a forward on the communicator of its layer; a layer on one rank needs none. A forward that
+/// does not get it must not tell the other ranks: it would use the communicator of the one that holds it.
+class CommunicatorLock {
  public:
-  explicit Turn(Communicator* ranks) : ranks_(ranks), taken_(ranks == nullptr || ranks->TakeTurn()) {}
-  ~Turn() {
-    if (ranks_ != nullptr && taken_) {
-      ranks_->EndTurn();
+  explicit CommunicatorLock(Communicator* ranks)
+      : ranks_(ranks), locked_(ranks == nullptr || ranks->TryLock()) {}
+  ~CommunicatorLock() {
+    if (ranks_ != nullptr && locked_) {
+      ranks_->Unlock();
     }
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  /// kUsage where another thread has it.
+  CommunicatorLock(const CommunicatorLock&) = delete;
+  CommunicatorLock& operator=(const CommunicatorLock&) = delete;
+  /// kUsage where another thread holds it.
   Status status() const;
 
  private:
   Communicator* ranks_;
-  bool taken_;
+  bool locked_;
 };
 
 /// What a layer holds once it is loaded; only EndStep changes any of it afterwards.
@@ -57,7 +58,7 @@ struct MoeLayer::Impl {
   /// Books what the layer itself needs: the same slots each time.
   void Book(WorkspaceBook& book);
   Status CheckInputs(const Inputs& inputs, const Outputs& outputs) const;
-  /// Forward, whose turn it is on `ranks`.
+  /// Forward, once `ranks` are locked.
   Status Run(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
              const Executor& executor) const;
   /// Fills `input` with ids and weights, those of the caller or by routing, which are results too. `routing`

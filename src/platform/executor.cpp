@@ -46,7 +46,7 @@ struct ThreadPool::Impl {
   static constexpr uint32_t kOpen = 0x10000;
   static constexpr uint32_t kCall = 0x20000;
 
-  std::mutex turn;
+  std::mutex call_mutex;
   void (*task)(void* context, int64_t index) = nullptr;
   void* context = nullptr;
   std::vector<Range> ranges;
@@ -160,7 +160,7 @@ struct ThreadPool::Impl {
       }
       return;
     }
-    const std::lock_guard<std::mutex> lock(turn);
+    const std::lock_guard<std::mutex> lock(call_mutex);
     task = call_task;
     context = call_context;
     const auto num_ranges = static_cast<int64_t>(ranges.size());

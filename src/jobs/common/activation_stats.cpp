@@ -152,7 +152,7 @@ Status WriteActivationStats(const std::string& path, const ActivationStats& stat
 Result<ActivationStats> AddToActivationStats(const std::string& path, const ActivationStats& stats) {
   namespace fs = std::filesystem;
   const fs::path folder = fs::path(path).parent_path();
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<platform::FileLock> turn,
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<platform::FileLock> lock,
                         platform::FileLock::WaitForFolder(folder.empty() ? "." : folder.string()));
   ActivationStats all;
   if (std::error_code ignored; fs::exists(path, ignored)) {

@@ -46,8 +46,8 @@ class CardCommunicator final : public Communicator {
   int64_t node_of(int64_t rank) const override { return host_->node_of(rank); }
   Status Start(const RowExchange& exchange) override { return host_->Start(exchange); }
   Status Wait() override { return host_->Wait(); }
-  bool TakeTurn() override { return host_->TakeTurn(); }
-  void EndTurn() override { host_->EndTurn(); }
+  bool TryLock() override { return host_->TryLock(); }
+  void Unlock() override { host_->Unlock(); }
   void Abort(int exit_code) override { host_->Abort(exit_code); }
 
   bool on_cards() const override { return true; }

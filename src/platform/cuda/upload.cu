@@ -273,7 +273,7 @@ struct Uploader::Impl {
 
   /// Sends what is filled and takes back what the card is done with. `wait`: for one copy at least.
   void Drive(bool wait, Lock& lock) {
-    Driving turn(*this, lock);
+    Driving drive(*this, lock);
     while (status.ok()) {
       const Run run = NextToSend(wait && done == enqueued);
       if (!run.empty()) {
@@ -284,7 +284,7 @@ struct Uploader::Impl {
         wait = false;
       }
     }
-    turn.done = true;
+    drive.done = true;
   }
 
   /// Until something is filled or taken back; drives where nobody does.
