@@ -121,9 +121,10 @@ Result<Tensor> MatrixTensors::Part(Tensor tensor, const std::string& name, int64
     return Wrong(name, tensor, "a matrix");
   }
   if (place.in_out) {
-    const auto turn = [&] { return Transpose(tensor.view()); };
-    FMOE_ASSIGN_OR_RETURN(tensor,
-                          joined == nullptr || place.parts == 1 ? turn() : Once(joined->turned, name, turn));
+    const auto transpose = [&] { return Transpose(tensor.view()); };
+    FMOE_ASSIGN_OR_RETURN(tensor, joined == nullptr || place.parts == 1
+                                      ? transpose()
+                                      : Once(joined->transposed, name, transpose));
   }
   if (place.parts == 1) {
     return tensor;

@@ -31,7 +31,7 @@ struct MatrixPlace {
 /// Tensors that hold gate and up of an expert, by name, kept from the one matrix for the other: as they
 /// stand, and with their axes exchanged.
 struct JoinedTensors {
-  std::map<std::string, Tensor, std::less<>> stored, turned;
+  std::map<std::string, Tensor, std::less<>> stored, transposed;
 };
 
 /// The tensor that has the role of `suffix` there; its preferred spelling when there is none.

@@ -8,7 +8,7 @@
 
 #include "core/checked_math.hpp"
 #include "quant/packing.hpp"
-#include "quant/turn_words.hpp"
+#include "quant/transpose_words.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -40,7 +40,7 @@ bool WordsAreRows(const LinearFormat& format, int64_t rows, int64_t cols) {
 }
 
 // For codes that are as wide as those stored: nothing is added to them.
-Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols) {
+Result<Tensor> TransposeCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols) {
   const DType element = format.weight.element;
   const int64_t words = cols * format.bits / 32;
   const std::byte* from = stored.view().data();
@@ -52,10 +52,10 @@ Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64
   std::byte* to = out.mutable_view().data();
   switch (format.packing) {
     case Packing::kGptq:
-      TurnWords(from, words, rows, flip, to);
+      TransposeWords(from, words, rows, flip, to);
       break;
     case Packing::kAwq:
-      TurnNibbles(from, cols, rows, LanesOf(LayoutOf(format)), flip, to);
+      TransposeNibbles(from, cols, rows, LanesOf(LayoutOf(format)), flip, to);
       break;
     case Packing::kBits:
       std::transform(from, from + rows * words * 4, to,
@@ -191,7 +191,7 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
   }
   const DType element = format.weight.element;
   if (stored.view().dense() && DTypeBits(element) == format.bits && WordsAreRows(format, rows, cols)) {
-    return TurnCodes(format, stored, rows, cols);
+    return TransposeCodes(format, stored, rows, cols);
   }
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, Shape{rows, cols}));
   const uint32_t middle = uint32_t{1} << (format.bits - 1);

@@ -12,12 +12,12 @@ namespace fusedmoe {
 
 /// Words [words, rows] as the words of rows, [rows, words]: GPTQ, whose words hold neighbouring inputs of one
 /// output.
-void TurnWords(const std::byte* stored, int64_t words, int64_t rows, uint32_t flip, std::byte* out);
+void TransposeWords(const std::byte* stored, int64_t words, int64_t rows, uint32_t flip, std::byte* out);
 
 /// Nibbles of words [cols, rows / 8] as rows of nibbles, [rows, cols / 2] bytes: AWQ, whose words hold
 /// neighbouring outputs of one input, in the lanes of 4 bits. `rows` and `cols` are multiples of 8.
-void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lanes& lanes, uint32_t flip,
-                 std::byte* out);
+void TransposeNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lanes& lanes, uint32_t flip,
+                      std::byte* out);
 
 /// Bytes [rows / 2, cols] that hold two neighbouring outputs each, as rows of nibbles, [rows, cols / 2]
 /// bytes; what an odd number leaves of a byte is zero.

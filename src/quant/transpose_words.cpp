@@ -1,4 +1,4 @@
-#include "quant/turn_words.hpp"
+#include "quant/transpose_words.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -60,8 +60,8 @@ void TransposeNibbles(Line (&x)[8]) {
 
 }  // namespace
 
-void TurnWords(const std::byte* stored, int64_t words, int64_t rows, uint32_t flip, std::byte* out) {
-  Line tile[kTile] = {}, turned[kTile];
+void TransposeWords(const std::byte* stored, int64_t words, int64_t rows, uint32_t flip, std::byte* out) {
+  Line tile[kTile] = {}, transposed[kTile];
   for (int64_t row = 0; row < rows; row += kTile) {
     const int64_t height = std::min(kTile, rows - row);
     for (int64_t word = 0; word < words; word += kTile) {
@@ -70,22 +70,22 @@ void TurnWords(const std::byte* stored, int64_t words, int64_t rows, uint32_t fl
         CopyLine(&tile[w], stored + ((word + w) * rows + row) * kWord, height);
         tile[w] ^= flip;
       }
-      TransposeTile(tile, turned);
+      TransposeTile(tile, transposed);
       for (int64_t r = 0; r < height; ++r) {
-        CopyLine(out + ((row + r) * words + word) * kWord, &turned[r], width);
+        CopyLine(out + ((row + r) * words + word) * kWord, &transposed[r], width);
       }
     }
   }
 }
 
-void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lanes& lanes, uint32_t flip,
-                 std::byte* out) {
+void TransposeNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lanes& lanes, uint32_t flip,
+                      std::byte* out) {
   const int64_t stored_words = rows / 8, words = cols / 8;
   int nibble[8];
   for (size_t r = 0; r < 8; ++r) {
     nibble[r] = lanes[r].front().shift / 4;
   }
-  Line x[8] = {}, tiles[8][kTile] = {}, turned[kTile];
+  Line x[8] = {}, tiles[8][kTile] = {}, transposed[kTile];
   for (int64_t first = 0; first < stored_words; first += kTile) {
     const int64_t height = std::min(kTile, stored_words - first);
     for (int64_t word = 0; word < words; word += kTile) {
@@ -100,9 +100,9 @@ void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lane
         }
       }
       for (int64_t r = 0; r < 8; ++r) {
-        TransposeTile(tiles[r], turned);
+        TransposeTile(tiles[r], transposed);
         for (int64_t c = 0; c < height; ++c) {
-          CopyLine(out + (((first + c) * 8 + r) * words + word) * kWord, &turned[c], width);
+          CopyLine(out + (((first + c) * 8 + r) * words + word) * kWord, &transposed[c], width);
         }
       }
     }
