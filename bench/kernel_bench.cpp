@@ -93,7 +93,7 @@ constexpr int64_t kTileBytes = int64_t{4} << 20;
 struct Bench {
   const KernelTable* table = nullptr;
   int64_t k = 2048;
-  int64_t ahead = 7680;  ///< bytes, of requests for weights
+  int64_t ahead = 7680;  ///< bytes, of prefetches of weights
   int64_t far = 0;       ///< of those into L2, where there are any
   Workspace memory;
   uint8_t* weights = nullptr;
@@ -132,8 +132,8 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   const int64_t count = std::max<int64_t>(2, bytes / stripe_bytes / 2 * 2);
   const int height = kHeights[height_index];
   TileView view = ViewTile(bench.tile, named.kernel, kind, bench.k, height);
-  view.prefetch = bench.ahead;
-  view.prefetch_far = bench.far;
+  view.short_tile.prefetch = bench.ahead;
+  view.short_tile.prefetch_far = bench.far;
   view.group_scales = GroupScalesOf(named.panel);
   const DotKernel dot = bench.table->dot[named.kernel][kind][height_index];
   alignas(64) static float out[2 * kMaxHeight * 16];
@@ -166,9 +166,9 @@ void Batch(benchmark::State& state, const Bench& bench, const Named& named, Tile
   }
   for (int tile = 0; tile < num_tiles; ++tile) {
     views[tile] = ViewTile(rows[tile * kMaxHeight], named.kernel, kind, bench.k, kMaxHeight);
-    views[tile].rows = rows + tile * kMaxHeight;
-    views[tile].slab_tiles = slabs == Slabs::kNone ? kNoSlabs : 2;
-    views[tile].wide_slabs = slabs == Slabs::kWide;
+    views[tile].tall_tile.rows = rows + tile * kMaxHeight;
+    views[tile].tall_tile.slab_tiles = slabs == Slabs::kNone ? kNoSlabs : 2;
+    views[tile].tall_tile.wide_slabs = slabs == Slabs::kWide;
     views[tile].group_scales = GroupScalesOf(named.panel);
   }
   alignas(64) static float out[2 * kBatchTiles * kMaxHeight * 16];

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kChunk = int64_t{1} << 20;
 
-/// How far ahead lines are asked for, where a thread does: a page, since that is where hardware stops.
+/// How far ahead a thread prefetches, where it does: a page, since hardware prefetchers stop at its end.
 constexpr int64_t kAhead = 4096;
 
 /// A register of that many bytes, not more than the target has: GCC 12 keeps wider vectors in memory, and
@@ -28,12 +28,12 @@ using Register __attribute__((vector_size(kBytes), may_alias)) = uint64_t;
 /// Reads `bytes` bytes, a multiple of four lines. The sum keeps the loads alive; four accumulators hide the
 /// latency of the additions. One stream a thread: four side by side read 3 % less (Zen 5, 46 against 45 GB/s
 /// on one core).
-template <int kBytes, bool kAsks>
+template <int kBytes, bool kPrefetches>
 __attribute__((always_inline)) inline uint64_t SumLines(const std::byte* data, int64_t bytes) {
   constexpr int64_t kStep = 256, kLine = 64;
   Register<kBytes> sums[4] = {};
   for (int64_t i = 0; i < bytes; i += kStep) {
-    for (int64_t ahead = kAhead; kAsks && ahead < kAhead + kStep; ahead += kLine) {
+    for (int64_t ahead = kAhead; kPrefetches && ahead < kAhead + kStep; ahead += kLine) {
       __builtin_prefetch(reinterpret_cast<const char*>(data + i) + ahead, 0, 3);
     }
     const auto* registers = reinterpret_cast<const Register<kBytes>*>(data + i);
@@ -52,34 +52,34 @@ __attribute__((always_inline)) inline uint64_t SumLines(const std::byte* data, i
 
 using Sum = uint64_t (*)(const std::byte* data, int64_t bytes);
 
-template <bool kAsks>
+template <bool kPrefetches>
 uint64_t SumBaseline(const std::byte* data, int64_t bytes) {
-  return SumLines<16, kAsks>(data, bytes);
+  return SumLines<16, kPrefetches>(data, bytes);
 }
 
 #if defined(__x86_64__)
 // Not target_clones: its resolver runs before the runtime of a sanitizer is up.
-template <bool kAsks>
+template <bool kPrefetches>
 __attribute__((target("avx2"))) uint64_t SumAvx2(const std::byte* data, int64_t bytes) {
-  return SumLines<32, kAsks>(data, bytes);
+  return SumLines<32, kPrefetches>(data, bytes);
 }
-template <bool kAsks>
+template <bool kPrefetches>
 __attribute__((target("avx512f"))) uint64_t SumAvx512(const std::byte* data, int64_t bytes) {
-  return SumLines<64, kAsks>(data, bytes);
+  return SumLines<64, kPrefetches>(data, bytes);
 }
 #endif
 
-template <bool kAsks>
+template <bool kPrefetches>
 Sum BestSum() {
 #if defined(__x86_64__)
   if (HostMachine().Has(Isa::kAvx512)) {
-    return &SumAvx512<kAsks>;
+    return &SumAvx512<kPrefetches>;
   }
   if (HostMachine().Has(Isa::kAvx2)) {
-    return &SumAvx2<kAsks>;
+    return &SumAvx2<kPrefetches>;
   }
 #endif
-  return &SumBaseline<kAsks>;
+  return &SumBaseline<kPrefetches>;
 }
 
 /// Four times all last-level caches, so that less than a quarter of a pass can come from them; at most an
@@ -113,15 +113,15 @@ Result<ReadProbe> ReadProbe::Create(const Executor& executor) {
   ParallelFor(executor, num_chunks,
               [&](int64_t chunk) { std::fill_n(data + chunk * kChunk, kChunk, std::byte{1}); });
   probe.sums_.resize(static_cast<size_t>(num_chunks));
-  // Whether to ask for lines is the machine's to say (one thread: Zen 3 22 GB/s without, 20 with; Sapphire
-  // Rapids 13 and 15.5), since a ceiling is the most that it can do. In turns, since other programs slow
+  // Whether prefetches help depends on the machine (one thread: Zen 3 22 GB/s without, 20 with; Sapphire
+  // Rapids 13 and 15.5), and a ceiling is the most that it can do. Alternately, since other programs slow
   // whole seconds.
   double best[2] = {};
-  for (int turn = 0; turn < 6; ++turn) {
-    probe.asks_ahead_ = turn % 2 == 1;
-    best[turn % 2] = std::max(best[turn % 2], probe.Sample(executor, bytes / 8));
+  for (int round = 0; round < 6; ++round) {
+    probe.prefetches_ = round % 2 == 1;
+    best[round % 2] = std::max(best[round % 2], probe.Sample(executor, bytes / 8));
   }
-  probe.asks_ahead_ = best[1] > best[0];
+  probe.prefetches_ = best[1] > best[0];
   return probe;
 }
 
@@ -132,7 +132,7 @@ int64_t ReadProbe::bytes() const {
 double ReadProbe::Sample(const Executor& executor, int64_t bytes) {
   const auto total = static_cast<int64_t>(sums_.size());
   const int64_t count = bytes <= 0 ? total : std::clamp<int64_t>(bytes / kChunk, 1, total);
-  const Sum sum = asks_ahead_ ? BestSum<true>() : BestSum<false>();
+  const Sum sum = prefetches_ ? BestSum<true>() : BestSum<false>();
   const auto* data = static_cast<const std::byte*>(memory_.get());
   const int64_t first = next_chunk_;
   const auto begin = std::chrono::steady_clock::now();

@@ -26,7 +26,7 @@ class ReadProbe {
   std::shared_ptr<void> memory_;  // mapped
   std::vector<uint64_t> sums_;
   int64_t next_chunk_ = 0;
-  bool asks_ahead_ = false;  ///< for lines, while it reads
+  bool prefetches_ = false;  ///< while it reads
 };
 
 /// How often the system took a core away from a thread of this process that still wanted it, so far. A sample

@@ -62,7 +62,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
         std::mt19937 random(7);
         const int64_t blocks = kK / weights.panel.block, stripe_bytes = blocks * weights.panel.block_bytes();
         const int64_t row_bytes = TileRowBytes(weights.kernel, kind, kK);
-        const int64_t reach = 8 * stripe_bytes;  // prefetches may ask for more than is there, loads may not
+        const int64_t reach = 8 * stripe_bytes;  // prefetches may go beyond what is there, loads may not
         std::vector<std::byte> stripes(static_cast<size_t>(2 * kMostStripes * stripe_bytes + reach));
         std::vector<std::byte> tiles(static_cast<size_t>(kBatchTiles * kMaxHeight * row_bytes));
         FillStripes(weights.panel, 2 * kMostStripes, blocks, random, stripes.data());
@@ -76,11 +76,11 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
           }
           for (int64_t tile = 0; tile < batch.num_tiles; ++tile) {
             views.push_back(ViewTile(nullptr, weights.kernel, kind, kK, kMaxHeight));
-            views.back().rows = rows + tile * kMaxHeight;
+            views.back().tall_tile.rows = rows + tile * kMaxHeight;
             views.back().tokens = batch.tokens;
             views.back().group_scales = GroupScalesOf(weights.panel);
-            views.back().slab_tiles = batch.decode_once ? 2 : kNoSlabs;
-            views.back().wide_slabs = batch.wide;
+            views.back().tall_tile.slab_tiles = batch.decode_once ? 2 : kNoSlabs;
+            views.back().tall_tile.wide_slabs = batch.wide;
           }
           const int64_t stride = stripe_bytes * batch.stride;
           const int64_t count = batch.num_tiles * batch.num_stripes * kMaxHeight;
@@ -175,8 +175,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAloneInFloats) {
 
 // One code of one times an activation of one: what is left is the scale, of every code of every type.
 TEST(Kernel_GroupScales, AreExact) {
-  alignas(64) std::byte tile[1024] = {},
-                        block[2048 + 16384] = {};  // prefetches may ask for more, loads may not
+  alignas(64) std::byte tile[1024] = {}, block[2048 + 16384] = {};  // prefetches may go beyond, loads may not
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
     for (const KernelWeights& weights : kIntegerWeights) {

@@ -14,7 +14,7 @@ namespace fusedmoe::cpu {
 namespace {
 
 constexpr int64_t kK = kPanelUnit;
-constexpr int64_t kBeyond = 64 << 10;  // requests go further than the stripes
+constexpr int64_t kBeyond = 64 << 10;  // prefetches go further than the stripes
 
 /// Every code stands in every row.
 uint32_t CodeOf(int64_t row, int64_t k) {

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kK = 640;
 constexpr int64_t kStripes = 3;
-constexpr int64_t kBeyond = 64 << 10;  // requests go further than the stripes
+constexpr int64_t kBeyond = 64 << 10;  // prefetches go further than the stripes
 constexpr int kTokens = 2 * kMaxHeight;
 
 constexpr Codebook kCodebooks[] = {Codebook::kIq4,  Codebook::kIq3Xxs, Codebook::kIq3S, Codebook::kIq2,
@@ -201,9 +201,9 @@ struct Side {
     for (int tile = 0; tile < 2; ++tile) {
       tiles[tile] = ViewTile(nullptr, kernel, kind, kK, kMaxHeight);
       tiles[tile].tokens = tall;
-      tiles[tile].rows = rows + tile * kMaxHeight;
+      tiles[tile].tall_tile.rows = rows + tile * kMaxHeight;
       tiles[tile].group_scales = GroupScalesOf(panel);
-      tiles[tile].slab_tiles = slab_tiles;
+      tiles[tile].tall_tile.slab_tiles = slab_tiles;
     }
     const int64_t blocks = kK / panel.block, count = tall <= 4 ? 1 : 2;
     std::vector<float> out(static_cast<size_t>(count * kStripes * kMaxHeight * kPanelRows), -1.0F);

@@ -115,7 +115,7 @@ TEST_P(QuantizeEveryIsa, RandomRows_AreThoseOfTheDefinitionForEveryRule) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   for (const auto& [name, format] : RoundedFormats()) {
-    for (const size_t count : {1, 15, 33, 200, 1100}) {  // tails of vectors, of groups and of stretches
+    for (const size_t count : {1, 15, 33, 200, 1100}) {  // tails of vectors, of groups and of chunks
       for (const int exponent : {-140, -126, -30, -3, 0, 9, 100, 126}) {
         std::vector<float> values(count);
         for (float& value : values) {
@@ -276,7 +276,7 @@ TEST_P(QuantizeEveryIsa, Fp8RowsIntoTiles_AreThoseOfTheDefinitionForEveryRule) {
   std::normal_distribution<float> normal;
   int packed = 0;
   for (const auto& [name, format] : RoundedFormats()) {
-    for (const size_t count : {64, 192, 832, 8960}) {  // tails of groups and of stretches
+    for (const size_t count : {64, 192, 832, 8960}) {  // tails of groups and of chunks
       for (const int exponent : {-126, -30, -3, 0, 9, 80}) {
         std::vector<float> values(count);
         for (float& value : values) {

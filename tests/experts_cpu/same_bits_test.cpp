@@ -75,7 +75,8 @@ uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weigh
   std::mt19937 random(11);
   const int64_t blocks = kK / weights.panel.block;
   const int64_t stripe_bytes = weights.panel.stripe_bytes(blocks);
-  std::vector<std::byte> stripes(static_cast<size_t>((kStripes + 8) * stripe_bytes));  // requests go further
+  std::vector<std::byte> stripes(
+      static_cast<size_t>((kStripes + 8) * stripe_bytes));  // prefetches go further
   cpu_test::FillStripes(weights.panel, kStripes, blocks, random, stripes.data());
   Digest digest;
   for (const TileKind kind : {kTileF32, kTileA24, kTileA16, kTileA8, kTileA4, kTileMx}) {
@@ -101,7 +102,7 @@ uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weigh
       for (int t = 0; dot == nullptr && t < height; ++t) {
         TileView tile = ViewTile(tokens[static_cast<size_t>(t)].data(), weights.kernel, kind, kK, 1);
         tile.group_scales = GroupScalesOf(weights.panel);
-        tile.prefetch_far = twice ? 9216 : 0;
+        tile.short_tile.prefetch_far = twice ? 9216 : 0;
         std::vector<float> alone(kStripes * kPanelRows);
         table.dot[weights.kernel][kind][0](reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks,
                                            &tile, alone.data());
@@ -112,7 +113,7 @@ uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weigh
       if (dot != nullptr) {
         TileView tile = ViewTile(tall.data(), weights.kernel, kind, kK, height);
         tile.group_scales = GroupScalesOf(weights.panel);
-        tile.prefetch_far = twice ? 9216 : 0;
+        tile.short_tile.prefetch_far = twice ? 9216 : 0;
         dot(reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks, &tile, out.data());
       }
       EXPECT_TRUE(std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); }));
@@ -150,7 +151,7 @@ void ExpectDigests(const std::string& isa, const cpu_test::KernelWeights (&all)[
   }
 }
 
-/// Stripes of few and odd numbers of blocks, and of two tiles in turns.
+/// Stripes of few and odd numbers of blocks, and of two tiles alternately.
 TEST(Kernel_AskedTwice, HasTheBitsOfOthers) {
   std::mt19937 random(13);
   for (const std::string& isa : cpu_test::HostIsas()) {
@@ -174,8 +175,8 @@ TEST(Kernel_AskedTwice, HasTheBitsOfOthers) {
             for (int i = 0; i < 2; ++i) {
               tiles[i] =
                   ViewTile(tokens[i].data(), weights.kernel, kTileF32, blocks * kPanelUnit, kHeights[index]);
-              tiles[i].prefetch_far = twice ? 9216 : 0;
-              tiles[i].turn = &tiles[1 - i];
+              tiles[i].short_tile.prefetch_far = twice ? 9216 : 0;
+              tiles[i].short_tile.next_stripe_tile = &tiles[1 - i];
             }
             out[twice].resize(static_cast<size_t>(kFour * kHeights[index] * kPanelRows));
             table.dot[weights.kernel][kTileF32][index](reinterpret_cast<const uint8_t*>(stripes.data()),

@@ -24,7 +24,7 @@ using cpu_test::MakeLayer;
 
 constexpr PanelFormat kStripes{DType::kF8E4M3, PanelScale::kStripeF32, 64};
 constexpr PanelFormat kRows{DType::kF8E4M3, PanelScale::kF32, 64};
-constexpr int64_t kBeyond = 16 << 10;  // requests go further than the stripes
+constexpr int64_t kBeyond = 16 << 10;  // prefetches go further than the stripes
 
 /// The same weights in both formats: any codes, scales from 2^-3 to 2^3 of either sign, a pair of units
 /// sharing one.
@@ -59,8 +59,8 @@ Both MakeBoth(int64_t num_stripes, int64_t blocks, std::mt19937& random) {
   return both;
 }
 
-/// Short tiles through every kernel of a level, asking twice and once, two tiles in turns; tall ones
-/// together.
+/// Short tiles through every kernel of a level, prefetching twice and once, two tiles alternately; tall
+/// ones together.
 TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
   std::mt19937 random(21);
   int compared = 0;
@@ -104,8 +104,8 @@ TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
           std::vector<float> once;
           for (const bool twice : {false, true}) {
             for (int i = 0; i < 2; ++i) {
-              views[i].prefetch_far = twice ? 9216 : 0;
-              views[i].turn = &views[1 - i];
+              views[i].short_tile.prefetch_far = twice ? 9216 : 0;
+              views[i].short_tile.next_stripe_tile = &views[1 - i];
             }
             std::vector<float> out[2];
             for (std::vector<float>& values : out) {
@@ -122,7 +122,7 @@ TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
             ++compared;
           }
           if (height == kMaxHeight && table.batch[kWeightE4m3Scaled][kind] != nullptr) {
-            views[0].turn = views[1].turn = nullptr;
+            views[0].short_tile.next_stripe_tile = views[1].short_tile.next_stripe_tile = nullptr;
             std::vector<float> out[2];
             for (std::vector<float>& values : out) {
               values.assign(static_cast<size_t>(2 * kCount * height * kPanelRows), -1.0F);

@@ -146,7 +146,7 @@ void ExpectSums(const CanonicalMatrix& matrix, const std::string& isa, std::mt19
       if (tall) {
         void* rows[kMaxHeight];
         std::transform(tile.rows.begin(), tile.rows.end(), rows, [](auto& row) { return row.data(); });
-        tile.view.rows = rows;
+        tile.view.tall_tile.rows = rows;
         table.batch[KernelFor(panel)][kind](first, stripes, stripe_bytes, padded / panel.block, &tile.view, 1,
                                             actual.data());
       } else {

@@ -59,7 +59,7 @@ void SetPrefetch(const Machine& machine, const KernelTable* table, TileKind tile
   const int bits = shape.panel.bits();
   const int64_t wide_ahead = machine.Has(Isa::kAvx512) ? 5120 : 2048;
   if (!IsAmd(machine)) {
-    const bool twice = table != nullptr && table->asks_twice[shape.kernel][tile];
+    const bool twice = table != nullptr && table->prefetches_twice[shape.kernel][tile];
     shape.prefetch_far = twice ? 9216 : 0;
     shape.prefetch[0] = shape.prefetch[1] = twice ? 2048 : IsPanelInteger(shape.panel.code) ? 7680 : 4608;
     return;

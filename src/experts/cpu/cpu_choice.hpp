@@ -42,7 +42,7 @@ std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel
 TileChoice ChooseTile(const MoeProblem& problem, const Machine& machine, WeightKernel kernel, Isa isa);
 
 /// Sets what follows from the plan's vector level, kernel and tiles, and from whose cores these are: heights
-/// of tiles, distances of asking for weights, and how tall tiles share what is decoded.
+/// of tiles, prefetch distances, and how tall tiles share what is decoded.
 void FitVectorKernels(const Machine& machine, CpuPlan& plan);
 
 }  // namespace fusedmoe::cpu

@@ -26,8 +26,8 @@ struct CpuLayer {
   const ExpertPanels& expert(int64_t index) const { return experts[static_cast<size_t>(index)]; }
 };
 
-/// What kernels are told of the activation, whatever they are called with. In place: a struct that is
-/// returned and copied waits for its own stores.
+/// What kernels are told of the activation, whatever they are called with. In place: stores do not forward to
+/// the wider loads of a struct that is returned and copied.
 inline void SetActivation(const CpuLayer& layer, ActivateArguments& arguments) {
   const ActivationSpec& spec = layer.config.activation;
   arguments.activation = static_cast<int>(spec.kind);

@@ -56,9 +56,9 @@ struct GemmShape {
   int64_t blocks = 0;
   int64_t stripe_bytes = 0;
   int64_t tile_row_bytes = 0;  ///< activations of one token
-  /// How far ahead a short tile asks for weights, in bytes, of one token and of more.
+  /// How far ahead a short tile prefetches weights, in bytes, of one token and of more.
   int64_t prefetch[2] = {};
-  /// TileView::prefetch_far.
+  /// TileView::ShortTile::prefetch_far.
   int64_t prefetch_far = 0;
   /// From how many tall tiles on weights are decoded once for all of them (dot_tall_isa.hpp).
   int slab_tiles = kNoSlabs;
@@ -99,7 +99,7 @@ struct CpuPlan {
   int input_sets = 1;            ///< 2: gate and up see different inputs (known with the weights)
   /// Memory nodes over which pages of weights are spread in turn; empty: wherever they are touched first.
   std::vector<int> weight_nodes;
-  /// Whether tall tiles ask for the next stripes into L2, not into L1.
+  /// Whether tall tiles prefetch the next stripes into L2, not into L1.
   bool next_into_l2 = false;
   /// Tall tiles that meet the weights of a call together, at most.
   int batch_tiles = kBatchTiles;

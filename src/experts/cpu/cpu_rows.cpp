@@ -9,7 +9,7 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// The scale that the finite values of all rows ask for: of every token once, or of every slot.
+/// The scale of the finite values of all rows: of every token once, or of every slot.
 float BatchScale(const CpuLayer& layer, Gemm gemm, Run& run) {
   const bool tokens = gemm == kGateUp && !layer.batched;
   int64_t count = run.slots.count;

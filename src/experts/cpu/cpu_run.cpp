@@ -46,10 +46,10 @@ void OpenJobs(const CpuPlan& plan, const CpuWorkspace& space, const Workspace& w
   jobs.groups = workspace.Get<JobGroup>(space.job_groups);
   jobs.tokens[kGateUp] = workspace.Get<std::byte>(space.job_tokens);
   jobs.tokens[kDown] = jobs.tokens[kGateUp] + unit.max_rows * unit.gemms[kGateUp].row_bytes;
-  jobs.sides[kGateUp] = workspace.Get<float>(space.job_sides);
-  jobs.sides[kDown] = jobs.sides[kGateUp] + unit.max_rows * unit.gemms[kGateUp].sides();
+  jobs.params[kGateUp] = workspace.Get<float>(space.job_params);
+  jobs.params[kDown] = jobs.params[kGateUp] + unit.max_rows * unit.gemms[kGateUp].params();
   jobs.token_rows = workspace.Get<std::byte>(space.token_rows);
-  jobs.token_sides = workspace.Get<float>(space.token_sides);
+  jobs.token_params = workspace.Get<float>(space.token_params);
   jobs.scratch.count = unit.num_scratch;
   jobs.scratch.decoded = workspace.Get<uint8_t>(space.scratch);
   jobs.scratch.rows = workspace.Get<float>(space.scratch_rows);

@@ -142,11 +142,11 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
                                                        plan.weight_nodes, &data));
     targets.panels[i] = data;
     weights.tensors.push_back({names[i][0], std::move(panels)});
-    const Shape side{experts, shape.stripes, shape.parts, kPanelRows};
-    FMOE_ASSIGN_OR_RETURN(Tensor row_scale, AllocatePages(DType::kF32, side, plan.weight_nodes, &data));
+    const Shape row_shape{experts, shape.stripes, shape.parts, kPanelRows};
+    FMOE_ASSIGN_OR_RETURN(Tensor row_scale, AllocatePages(DType::kF32, row_shape, plan.weight_nodes, &data));
     targets.row_scale[i] = reinterpret_cast<float*>(data);
     weights.tensors.push_back({names[i][1], std::move(row_scale)});
-    FMOE_ASSIGN_OR_RETURN(bias[i], AllocatePages(DType::kF32, side, plan.weight_nodes, &data));
+    FMOE_ASSIGN_OR_RETURN(bias[i], AllocatePages(DType::kF32, row_shape, plan.weight_nodes, &data));
     targets.bias[i] = reinterpret_cast<float*>(data);
   }
   std::vector<ExpertExtras> extras(static_cast<size_t>(experts));
@@ -180,16 +180,16 @@ Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const Prep
                                            weights.layout_key, LayoutKey(plan)));
   }
   const int64_t num = plan.num_local_experts;
-  const int64_t gate_up_side = plan.gate_up.parts * plan.gate_up.padded_rows();
-  const int64_t down_side = plan.down.padded_rows();
+  const int64_t gate_up_rows = plan.gate_up.parts * plan.gate_up.padded_rows();
+  const int64_t down_rows = plan.down.padded_rows();
   Finder finder(weights);
   const auto* gate_up = finder.FindNeeded<uint8_t>("gate_up", num * plan.gate_up.expert_bytes());
   const auto* down = finder.FindNeeded<uint8_t>("down", num * plan.down.expert_bytes());
-  const auto* gate_up_scale = finder.FindNeeded<float>("gate_up_row_scale", num * gate_up_side);
-  const auto* down_scale = finder.FindNeeded<float>("down_row_scale", num * down_side);
+  const auto* gate_up_scale = finder.FindNeeded<float>("gate_up_row_scale", num * gate_up_rows);
+  const auto* down_scale = finder.FindNeeded<float>("down_row_scale", num * down_rows);
   const auto* tensor_scale = finder.FindNeeded<float>("input_tensor_scale", num * 3);
-  const auto* gate_up_bias = finder.Find<float>("gate_up_bias", num * gate_up_side);
-  const auto* down_bias = finder.Find<float>("down_bias", num * down_side);
+  const auto* gate_up_bias = finder.Find<float>("gate_up_bias", num * gate_up_rows);
+  const auto* down_bias = finder.Find<float>("down_bias", num * down_rows);
   const auto* input_columns = finder.Find<int32_t>("input_columns", num * 2 * plan.gate_up.padded_cols);
   const auto* mid_columns = finder.Find<int32_t>("mid_columns", num * plan.down.padded_cols);
   const auto* input_factor = finder.Find<float>("input_pre_quant_scale", num * 2 * plan.gate_up.cols);
@@ -199,10 +199,10 @@ Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const Prep
   std::vector<ExpertPanels> experts(static_cast<size_t>(plan.num_local_experts));
   for (int64_t e = 0; e < plan.num_local_experts; ++e) {
     ExpertPanels& expert = experts[static_cast<size_t>(e)];
-    expert.gate_up = {gate_up + e * plan.gate_up.expert_bytes(), gate_up_scale + e * gate_up_side,
-                      at(gate_up_bias, e * gate_up_side)};
-    expert.down = {down + e * plan.down.expert_bytes(), down_scale + e * down_side,
-                   at(down_bias, e * down_side)};
+    expert.gate_up = {gate_up + e * plan.gate_up.expert_bytes(), gate_up_scale + e * gate_up_rows,
+                      at(gate_up_bias, e * gate_up_rows)};
+    expert.down = {down + e * plan.down.expert_bytes(), down_scale + e * down_rows,
+                   at(down_bias, e * down_rows)};
     for (const Operand operand : {kGateInput, kUpInput}) {
       expert.input[operand] = {at(input_columns, (2 * e + operand) * plan.gate_up.padded_cols),
                                at(input_factor, (2 * e + operand) * plan.gate_up.cols),

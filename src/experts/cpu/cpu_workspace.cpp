@@ -15,9 +15,9 @@ void BookJobs(const CpuPlan& plan, WorkspaceBook& book, CpuWorkspace& space) {
   space.jobs = book.Book("jobs", kNumGemms * unit.max_jobs * static_cast<int64_t>(sizeof(TileJob)));
   space.job_groups = book.Book("job_groups", unit.max_jobs * static_cast<int64_t>(sizeof(JobGroup)));
   space.job_tokens = book.Book("job_tokens", unit.max_rows * (gate_up.row_bytes + down.row_bytes));
-  space.job_sides = book.Book("job_sides", unit.max_rows * (gate_up.sides() + down.sides()) * 4);
+  space.job_params = book.Book("job_params", unit.max_rows * (gate_up.params() + down.params()) * 4);
   space.token_rows = book.Book("token_rows", unit.shared_rows * gate_up.row_bytes);
-  space.token_sides = book.Book("token_sides", unit.shared_rows * gate_up.sides() * 4);
+  space.token_params = book.Book("token_params", unit.shared_rows * gate_up.params() * 4);
   space.scratch = book.Book("job_scratch", unit.num_scratch * kTileScratchBytes);
   space.scratch_rows = book.Book("job_scratch_rows", unit.num_scratch * 3 * plan.widest_cols() * 4);
   space.slot_sums = book.Book("slot_sums", unit.max_slot_sums * plan.down.row_stride() * 4);

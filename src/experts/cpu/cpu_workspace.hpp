@@ -15,7 +15,7 @@ struct CpuWorkspace {
   // vectors/.
   WorkspaceSlot tiles, row_buffers, task_rows, token_tiles, input_tiles, mid_tiles, slot_tiles;
   // matrix_unit/.
-  WorkspaceSlot jobs, job_groups, job_tokens, job_sides, token_rows, token_sides, scratch, scratch_rows;
+  WorkspaceSlot jobs, job_groups, job_tokens, job_params, token_rows, token_params, scratch, scratch_rows;
   WorkspaceSlot slot_sums, slot_ends, output_offsets, output_slots;
 };
 CpuWorkspace BookCpuWorkspace(const CpuPlan& plan, WorkspaceBook& book);

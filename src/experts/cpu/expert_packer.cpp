@@ -76,16 +76,16 @@ class MatrixPacking {
     }
     columns_.resize(static_cast<size_t>(shape.padded_cols), -1);
     const Gemm target = shape.gemm;
-    const int64_t side = shape.parts * shape.stripes * kPanelRows;
+    const int64_t rows = shape.parts * shape.stripes * kPanelRows;
     panels_ = targets.panels[target] + expert * shape.expert_bytes();
-    row_scale_ = targets.row_scale[target] + expert * side;
-    bias_ = targets.bias[target] + expert * side;
+    row_scale_ = targets.row_scale[target] + expert * rows;
+    bias_ = targets.bias[target] + expert * rows;
     output_scale_ = KernelOutputScale(shape.kernel);
     packer_.emplace(*matrix.canonical, shape.panel, columns_, *FindKernelTable(plan.vector_isa));
     return Status::Ok();
   }
 
-  void AskPages(int64_t stripe) const { packer_->AskPages(stripe); }
+  void PrefetchPages(int64_t stripe) const { packer_->PrefetchPages(stripe); }
 
   void Pack(int64_t stripe, const MatrixPacking* next, int64_t next_stripe) {
     const CanonicalMatrix& canonical = *matrix_->canonical;
@@ -162,7 +162,7 @@ Status PackExpert(const CpuPlan& plan, const CanonicalExpert& expert, const Pack
   for (size_t i = 0; i < steps.size(); ++i) {
     const Step next = i + 1 < steps.size() ? steps[i + 1] : Step{};
     if (i + 2 < steps.size()) {
-      steps[i + 2].packing->AskPages(steps[i + 2].stripe);
+      steps[i + 2].packing->PrefetchPages(steps[i + 2].stripe);
     }
     steps[i].packing->Pack(steps[i].stripe, next.packing, next.stripe);
   }

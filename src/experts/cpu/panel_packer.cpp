@@ -41,11 +41,11 @@ PanelTransform TransformOf(const PanelFormat& format) {
   }
 }
 
-/// The bytes of a column that is turned, and where it stands (`TurnCodes`).
+/// The bytes of a transposed column, and where it stands (`TransposeCodes`).
 int64_t ColumnBytes(PanelTransform transform) {
   return transform == kPanelNibbles ? kPanelRows / 2 : kPanelRows;
 }
-int64_t TurnedColumn(PanelTransform transform, int64_t k) {
+int64_t TransposedColumn(PanelTransform transform, int64_t k) {
   const int64_t place = transform == kPanelNibbles ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
   return place * ColumnBytes(transform);
 }
@@ -58,11 +58,11 @@ const uint8_t* Bytes(const void* data) {
 
 PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& format,
                          std::span<const int32_t> columns, const KernelTable& table)
-    : matrix_(matrix), format_(format), columns_(columns), table_(table), sides_(matrix, format, table) {
+    : matrix_(matrix), format_(format), columns_(columns), table_(table), params_(matrix, format, table) {
   const DType element = matrix.format.element;
   const PanelTransform transform = TransformOf(format);
   const bool in_order = PanelColumnsAreIdentity(columns);
-  if (!in_order && table.turn_codes[transform] == nullptr) {
+  if (!in_order && table.transpose_codes[transform] == nullptr) {
     return;
   }
   transform_ = transform;
@@ -88,24 +88,24 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
   }
   scale_columns_ = PanelScaleColumns(matrix, format, columns);
   if (!scale_columns_.empty()) {
-    sides_.Choose(scale_columns_, blocks);
+    params_.Choose(scale_columns_, blocks);
   }
 }
 
-/// Where the columns of the panel stand among those that are turned; behind these one of zeros, for padding.
+/// Where the columns of the panel stand among the transposed ones; behind these one of zeros, for padding.
 void PanelPacker::PlaceColumns() {
-  const int64_t turned_bytes = source_.blocks * source_.out_bytes;
-  turned_.assign(static_cast<size_t>(turned_bytes + kPanelRows), 0);
+  const int64_t transposed_bytes = source_.blocks * source_.out_bytes;
+  transposed_.assign(static_cast<size_t>(transposed_bytes + kPanelRows), 0);
   places_.resize(columns_.size());
   const PanelTransform transform = transform_;  // a constant of the loop, which stores might else change
   std::transform(columns_.begin(), columns_.end(), places_.begin(), [&](int32_t column) {
-    return static_cast<int32_t>(column < 0 ? turned_bytes : TurnedColumn(transform, column));
+    return static_cast<int32_t>(column < 0 ? transposed_bytes : TransposedColumn(transform, column));
   });
-  ordered_.turned = turned_.data();
+  ordered_.transposed = transposed_.data();
   ordered_.columns = places_.data();
   ordered_.blocks = static_cast<int64_t>(columns_.size()) / format_.block;
   ordered_.units_per_block = format_.block / kPanelUnit;
-  ordered_.side_bytes = format_.scale_bytes();
+  ordered_.param_bytes = format_.scale_bytes();
   ordered_.row_bytes = CeilDiv(matrix_.cols * DTypeBits(matrix_.format.element), 8);
 }
 
@@ -142,21 +142,21 @@ void PanelPacker::ForEachBlock(int64_t first_row, int64_t rows, uint8_t* out, Ke
       codes_.rows[row] = codes_.next[row] = last[row];
     }
     codes_.blocks = 1;
-    codes_.sides = codes_.sides == nullptr ? nullptr : sides_.lines() + block * codes_.side_bytes;
+    codes_.params = codes_.params == nullptr ? nullptr : params_.lines() + block * codes_.param_bytes;
     codes_.out = out + block * source_.out_bytes;
     kernel();
   }
 }
 
 void PanelPacker::PackCodes(int64_t first_row, int64_t rows, uint8_t* out) {
-  if (turned_.empty()) {
-    codes_.sides = sides_.lines();
-    codes_.side_bytes = format_.scale_bytes();
+  if (transposed_.empty()) {
+    codes_.params = params_.lines();
+    codes_.param_bytes = format_.scale_bytes();
     ForEachBlock(first_row, rows, out, [&] { table_.pack_panel[transform_](&codes_); });
   } else {
     std::copy(codes_.next, codes_.next + kPanelRows, ordered_.next);  // ForEachBlock may change them
-    ForEachBlock(first_row, rows, turned_.data(), [&] { table_.turn_codes[transform_](&codes_); });
-    ordered_.sides = sides_.lines();
+    ForEachBlock(first_row, rows, transposed_.data(), [&] { table_.transpose_codes[transform_](&codes_); });
+    ordered_.params = params_.lines();
     ordered_.out = out;
     table_.pack_columns[transform_](&ordered_);
   }
@@ -196,8 +196,8 @@ void PanelPacker::PackProducts(int64_t first_row, int64_t rows, uint8_t* out) {
   table_.pack_panel[kPanelWords](&codes_);
 }
 
-void PanelPacker::AskPages(int64_t index) const {
-  if (transform_ == kNumPanelTransforms || !table_.asks_by_lines[transform_]) {
+void PanelPacker::PrefetchPages(int64_t index) const {
+  if (transform_ == kNumPanelTransforms || !table_.prefetches_line_by_line[transform_]) {
     return;
   }
   const int64_t first_row = index * kPanelRows;
@@ -222,18 +222,18 @@ uint32_t PanelPacker::Pack(int64_t index, std::byte* out, const PanelPacker* nex
     PackProducts(first_row, rows, reinterpret_cast<uint8_t*>(out));
     return 0;  // NaN stays NaN
   }
-  if (!sides_.empty()) {
-    sides_.Pack(first_row, rows);
+  if (!params_.empty()) {
+    params_.Pack(first_row, rows);
   }
   if (next == nullptr) {
     PointAtCodes(first_row, codes_.next);  // these are there
   } else {
     next->PointAtCodes(next_index * kPanelRows, codes_.next);
-    next->sides_.Prefetch(next_index * kPanelRows);
+    next->params_.Prefetch(next_index * kPanelRows);
   }
   const int64_t blocks = static_cast<int64_t>(columns_.size()) / format_.block;
   PackCodes(first_row, rows, reinterpret_cast<uint8_t*>(out) + format_.header_bytes(blocks));
-  if (sides_.empty() && format_.scale != PanelScale::kNone) {
+  if (params_.empty() && format_.scale != PanelScale::kNone) {
     PackPanelScales(matrix_, format_, scale_columns_, index, out);
   }
   return nan_rows_;

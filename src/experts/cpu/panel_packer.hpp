@@ -4,15 +4,15 @@
 #include <vector>
 
 #include "experts/cpu/kernels/kernels.hpp"
-#include "experts/cpu/panel_sides.hpp"
+#include "experts/cpu/panel_params.hpp"
 #include "weights/panel.hpp"
 
 namespace fusedmoe::cpu {
 
 /// Stripes of one matrix with the kernels of an instruction set, byte for byte those of PackPanelStripe.
 ///
-///   rows of scales, zero points ─► lines of sixteen rows, transposed in registers ─► sides, in L1
-///   rows of codes ─► lines, transposed alike ─► block by block, with its sides behind it ─► the stripe
+///   rows of scales, zero points ─► lines of sixteen rows, transposed in registers ─► PanelParams, in L1
+///   rows of codes ─► lines, transposed alike ─► block by block, with those behind it ─► the stripe
 ///   columns in an order of their own:        ─► columns of sixteen codes ─► block by block ...
 ///
 ///   rows of codes whose scales differ by column ─► rows of products ─► lines, transposed alike ─► the stripe
@@ -24,17 +24,17 @@ class PanelPacker {
   PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& format, std::span<const int32_t> columns,
               const KernelTable& table);
 
-  /// All blocks of a stripe. On its way it asks for what the packer of the next one will read, if there is
+  /// All blocks of a stripe. On its way it prefetches what the packer of the next one will read, if there is
   /// one: gate and up are packed in turn. Gives the rows of the stripe with a NaN among their FP8 codes, bit
   /// r for row r: their scale has to become NaN, since kernels multiply by such codes as if they were
   /// numbers.
   uint32_t Pack(int64_t stripe, std::byte* out, const PanelPacker* next = nullptr, int64_t next_stripe = 0);
 
   /// For a stripe behind the next one: a line of each page of its codes, so that their addresses are known
-  /// when the rest is asked for line by line. Requests that wait for a translation hold up those behind them:
-  /// from pages of 4 KB nibbles packed at 86 % of a copy without, at 100 with it, codes alone (Zen 5). Bytes,
-  /// which are asked for by pieces, lost 3 %.
-  void AskPages(int64_t stripe) const;
+  /// when the rest is prefetched line by line. Prefetches that wait for a page walk hold up those behind
+  /// them: from pages of 4 KB nibbles packed at 86 % of a copy without, at 100 with it, codes alone (Zen 5).
+  /// Bytes, which are prefetched by pieces, lost 3 %.
+  void PrefetchPages(int64_t stripe) const;
 
  private:
   void PlaceColumns();
@@ -51,7 +51,7 @@ class PanelPacker {
   const KernelTable& table_;
   PanelTransform transform_ = kNumPanelTransforms;  ///< none: PackPanelStripe does it
   uint8_t flip_ = 0;
-  /// What kernels take from the rows at a time: blocks of the panel, or of columns to be turned.
+  /// What kernels take from the rows at a time: blocks of the panel, or of columns to be transposed.
   struct Source {
     int64_t columns = 0, blocks = 0, out_bytes = 0;
     int64_t row_bytes = 0;  ///< of one row's codes in a block
@@ -61,15 +61,15 @@ class PanelPacker {
   /// Arguments of the kernels; what is the same for all stripes is set once.
   PanelArguments codes_{};
   ColumnsArguments ordered_{};
-  std::vector<uint8_t> turned_;  ///< columns of the present stripe; none: they are in order
-  std::vector<int32_t> places_;  ///< in turned_, of the columns of the panel
+  std::vector<uint8_t> transposed_;  ///< columns of the present stripe; none: they are in order
+  std::vector<int32_t> places_;      ///< in transposed_, of the columns of the panel
   /// Where weights become products: sixteen rows of these, and the scales of the columns that they share.
   std::vector<uint16_t> products_;
   std::vector<float> even_scales_, odd_scales_;
   const std::byte* column_scales_ = nullptr;  ///< whose they are
   std::vector<uint8_t> blank_;                ///< codes of rows that do not exist
   std::vector<int32_t> scale_columns_;        ///< of the groups of the panel
-  PanelSides sides_;                          ///< empty: PackPanelScales does it
+  PanelParams params_;                        ///< empty: PackPanelScales does it
 };
 
 }  // namespace fusedmoe::cpu

@@ -50,11 +50,11 @@ int64_t GroupOf(const ActivationFormat& format, int64_t count) {
   return std::min(GroupColumns(format, count), std::max<int64_t>(count, 1));
 }
 
-/// use(first, length, largest) for one stretch of kGroupsAtOnce groups after the other, until it says false:
+/// use(first, length, largest) for one chunk of kGroupsAtOnce groups after the other, until it says false:
 /// `largest` has the bits of each group's largest magnitude, 0 where the tensor has one scale.
 template <typename Use>
-bool ForEachStretch(const KernelTable& table, const ActivationFormat& format, const float* row, int64_t count,
-                    Use&& use) {
+bool ForEachChunk(const KernelTable& table, const ActivationFormat& format, const float* row, int64_t count,
+                  Use&& use) {
   const int64_t group = GroupOf(format, count);
   for (int64_t first = 0; first < count; first += kGroupsAtOnce * group) {
     const int64_t length = std::min(kGroupsAtOnce * group, count - first);
@@ -70,7 +70,7 @@ bool ForEachStretch(const KernelTable& table, const ActivationFormat& format, co
   return true;
 }
 
-/// Rounds a row in stretches of groups. `choose(group, scale)` returns what codes of the group are multiplied
+/// Rounds a row in chunks of groups. `choose(group, scale)` returns what codes of the group are multiplied
 /// with in `out`.
 template <typename Choose>
 void RoundRow(const KernelTable& table, const ActivationFormat& format, float tensor_scale, const float* row,
@@ -79,7 +79,7 @@ void RoundRow(const KernelTable& table, const ActivationFormat& format, float te
   round.group = GroupOf(format, count);
   round.grid = *GridOf(format);
   int64_t index = 0;
-  ForEachStretch(table, format, row, count, [&](int64_t first, int64_t length, const uint32_t* largest) {
+  ForEachChunk(table, format, row, count, [&](int64_t first, int64_t length, const uint32_t* largest) {
     RoundStep steps[kGroupsAtOnce];
     for (int64_t g = 0; g * round.group < length; ++g, ++index) {
       const GroupScale scale = ScaleOfGroup(format, tensor_scale, FloatFromBits(largest[g]));
@@ -192,7 +192,7 @@ bool PackRoundedRow(const KernelTable& table, const TileKernels& tiles, const Ac
   }
   const float amax_divisor = quant_rows::DivisorOf(format);
   TilePack part = pack;
-  const auto pack_stretch = [&](int64_t first, int64_t length, const uint32_t* largest) {
+  const auto pack_chunk = [&](int64_t first, int64_t length, const uint32_t* largest) {
     part.values = pack.values + first;
     part.count = length;
     part.k = pack.k + first;
@@ -208,7 +208,7 @@ bool PackRoundedRow(const KernelTable& table, const TileKernels& tiles, const Ac
     tiles.pack_rounded(&part, divisors, group);
     return true;
   };
-  return ForEachStretch(table, format, pack.values, pack.count, pack_stretch);
+  return ForEachChunk(table, format, pack.values, pack.count, pack_chunk);
 }
 
 void DecodeRowToBlocks(const ActivationFormat& format, float tensor_scale, const std::byte* codes,

@@ -15,10 +15,10 @@
 ///
 ///     s eeee mmm  ->  s 0000 eeee mmm 0 ... 0     2^-120 of the number, of subnormal ones as well
 ///
-/// A conversion begins once a cycle there, and gives eight; this takes one operation and a mask, of which
-/// four begin. Panels expect 2^-8 of the numbers, so the 2^112 in between stand beside the tile, as a scale
-/// of each unit: values of the tile are raised until the largest of 64 is about 2^112, and no product is
-/// subnormal. All factors are powers of two, so that sums have the bits of kTileF32. A subnormal operand
+/// There one conversion (vcvtph2ps), of eight values, starts per cycle; this takes one operation and a mask,
+/// of which four start. Panels expect 2^-8 of the numbers, so the 2^112 in between stand beside the tile, as
+/// a scale of each unit: values of the tile are raised until the largest of 64 is about 2^112, and no product
+/// is subnormal. All factors are powers of two, so that sums have the bits of kTileF32. A subnormal operand
 /// costs cores of Intel a hundred times as much as another.
 ///
 /// Zen 3, weights in L2, one, two and four tokens: 23, 17 and 8 GB/s, by look-ups of the bytes of bf16
@@ -44,11 +44,11 @@ struct ByConversion {
 };
 
 /// The same divided by 2^120, of the even words and of the odd ones: an odd word comes to its place by a
-/// shift, an even one by a product, which has a port that shifts do not have.
+/// shift, an even one by a product, which runs on a port that shifts cannot use.
 struct ByPlace {
   Ints mask, factor;
 
-  /// In registers: loads are half of what two tokens wait for.
+  /// Held in registers: with two tokens, loads are half of what bounds the kernel.
   FMOE_INLINE ByPlace Make() {
     ByPlace places = {IntSet((int)0x87f00000), IntSet(1 << 12)};
     InPlace(places.mask);
@@ -70,8 +70,8 @@ struct ByPlace {
   }
 };
 
-/// A unit with a short tile, one or two tokens at a time: four or eight sums, as many as an addition waits
-/// for. The additions of ShortUnits in their order.
+/// A unit with a short tile, one or two tokens at a time: four or eight sums, enough to hide the latency of
+/// an addition. The additions of ShortUnits in their order.
 template <WeightKernel kWeight, TileKind kKind, typename Bytes>
 struct ShortUnitOfBytes {
   static constexpr int kMostTokens = 4;
@@ -119,7 +119,7 @@ struct ShortUnitOfBytes {
           Floats& so_far = scaled[half][t];
           so_far = Panel::AddGroup(of_group[half], group_scales, group, half, so_far);
           if constexpr (group + 1 < Panel::kGroups && kTokens == 2) {
-            asm("" : "+m"(so_far));  // waits in memory: else GCC 12 keeps one of the eight sums there
+            asm("" : "+m"(so_far));  // spilled on purpose: else GCC 12 spills one of the eight sums
           }
         });
       });

@@ -5,11 +5,11 @@
 #include "experts/cpu/kernels/dot_slab_isa.hpp"
 
 /// Three or four tokens and integer weights at levels that lack `vpdpbusd`: an expert with no more of them.
-/// Slabs would be stored for one pass, which takes as long as two tokens; here weights are decoded in
-/// registers for it, and multiplied as slabs are. Four tokens, weights in L2, by slabs -> so, GMAC/s (Zen 3):
-/// NVFP4 40 -> 49, MXFP4 42 -> 51, INT4 g128 44 -> 54, INT8 g32 39 -> 49, `a8` 67 -> 79, 73 -> 89, 82 -> 95,
-/// 41 -> 50.
-/// Codes that share bytes, for which this would take GCC as long again as all that they have, go as slabs.
+/// Storing a slab (dot_slab_isa.hpp) for a single pass costs as much as multiplying two tokens; here weights
+/// are decoded in registers, and multiplied as slabs are. Four tokens, weights in L2, by slabs -> so, GMAC/s
+/// (Zen 3): NVFP4 40 -> 49, MXFP4 42 -> 51, INT4 g128 44 -> 54, INT8 g32 39 -> 49, `a8` 67 -> 79, 73 -> 89,
+/// 82 -> 95, 41 -> 50. Codes that share bytes go through slabs: instances for them would double what GCC
+/// takes for these codes.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -22,12 +22,12 @@ struct PanelUnit {
   static constexpr bool kScales = Slab::kScales, kMinima = Panel::kSuper, kWords = kHasWords;
 
   const uint8_t* codes;
-  Sides sides;
+  QuantParams params;
   int64_t stride;  ///< from the stripe of one vector to that of the other
   typename Panel::Table table;
 
   FMOE_INLINE bool HasZeros(const PanelUnit& unit) {
-    return Panel::kGrouped && unit.sides.type.zeros != kZeroNone;
+    return Panel::kGrouped && unit.params.type.zeros != kZeroNone;
   }
   FMOE_INLINE Ints Codes(const PanelUnit& unit, int first, int index, int v) {
     constexpr int kPerFour = kWords ? 2 : 1;  // vectors of codes of four k
@@ -39,18 +39,18 @@ struct PanelUnit {
     return !kWords ? four : index % 2 == 0 ? EvenBytes(four) : OddBytes(four);
   }
   FMOE_INLINE Floats Scale(const PanelUnit& unit, int group, int v) {
-    return LoadGroupScale<kWeight>(SidesOf(unit, v), group, HalfOf(v));
+    return LoadGroupScale<kWeight>(ParamsOf(unit, v), group, HalfOf(v));
   }
   FMOE_INLINE Floats ZeroPoint(const PanelUnit& unit, int group, int v) {
-    return HasZeros(unit) ? LoadGroupZero<kWeight>(SidesOf(unit, v), group, HalfOf(v)) : Zero();
+    return HasZeros(unit) ? LoadGroupZero<kWeight>(ParamsOf(unit, v), group, HalfOf(v)) : Zero();
   }
 
  private:
   FMOE_INLINE int HalfOf(int v) { return kHalves == 2 ? v : 0; }
   FMOE_INLINE int64_t Offset(const PanelUnit& unit, int v) { return kHalves == 2 ? 0 : v * unit.stride; }
-  FMOE_INLINE Sides SidesOf(const PanelUnit& unit, int v) {
+  FMOE_INLINE QuantParams ParamsOf(const PanelUnit& unit, int v) {
     const int64_t offset = Offset(unit, v);
-    return {unit.sides.groups + offset, unit.sides.units + offset, unit.sides.type};
+    return {unit.params.groups + offset, unit.params.units + offset, unit.params.type};
   }
 };
 
@@ -67,7 +67,7 @@ struct PanelUnits {
     const int64_t unit = first + index;
     const uint8_t* block = stripe + unit / Panel::kUnits * Panel::BlockBytes(type);
     const int in_block = (int)(unit % Panel::kUnits);
-    return {block + in_block * Panel::kUnitBytes, Panel::SidesOf(block, in_block, type), stride,
+    return {block + in_block * Panel::kUnitBytes, Panel::ParamsOf(block, in_block, type), stride,
             Panel::TableOf(type)};
   }
 };

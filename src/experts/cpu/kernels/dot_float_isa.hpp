@@ -32,26 +32,28 @@ constexpr bool TakesHalves() {
   return kHalves == 2 && kKind == kTileF32 && VectorK(kWeight) <= 2 && kHeight <= 2;
 }
 
-/// Whether lines that come later are asked for beside the vectors of a unit, as those of integers are
-/// (AsksBySteps), not all at the beginning of a block. Kernels alone on `vdpbf16ps`, weights from memory,
-/// share of a plain read (Zen 5): with two tokens INT4 g128 71 -> 98 %, g32 98 -> 100, NVFP4 96 -> 99, MXFP4
-/// 96 -> 98, with one 0 to 3 less; FP8 in blocks, which took two at a time before, 98 -> 102 with one and 101
+/// Whether the lines ahead are prefetched one beside each vector of a unit, as those of integers are
+/// (PrefetchesPerStep), not all at the beginning of a block. Kernels alone on `vdpbf16ps`, weights from
+/// memory, share of a plain read (Zen 5): with two tokens INT4 g128 71 -> 98 %, g32 98 -> 100, NVFP4 96 ->
+/// 99, MXFP4 96 -> 98, with one 0 to 3 less; FP8 in blocks, which took two at a time before, 98 -> 102 with
+/// one and 101
 /// -> 104 with two, MXFP8 99 -> 101 and 97 -> 101; FP8 without scales and BF16 the same.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
-constexpr bool AsksByVectors() {
+constexpr bool PrefetchesPerVector() {
   constexpr bool kScaledBytes =
       kWeight == kWeightE4m3Scaled || kWeight == kWeightE4m3Stripe || kWeight == kWeightMxfp8;
   if (IsFloatTile(kKind)) {
-    return kAsksBesideFloats && (VectorK(kWeight) == 4 || TakesHalves<kWeight, kKind, kHeight>());
+    return kPrefetchesBesideFloats && (VectorK(kWeight) == 4 || TakesHalves<kWeight, kKind, kHeight>());
   }
   return (kKind == kTileBf16 || kKind == kTileBf16Pair) && kHeight <= 2 &&
          (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
 }
 
-/// Whether short tiles can ask for lines twice (KernelTable::asks_twice): units for f16, and weights of 16
-/// and 32 bits in fp32. `vdpbf16ps` is not for cores of Intel, where it has half of the rate of fp32.
+/// Whether short tiles can prefetch twice (KernelTable::prefetches_twice): units for f16, and weights of 16
+/// and 32 bits in fp32. Not `vdpbf16ps`: only cores of Intel need it, and there its rate is half of that of
+/// fp32.
 template <WeightKernel kWeight, TileKind kKind>
-constexpr bool AsksFloatsTwice() {
+constexpr bool PrefetchesFloatsTwice() {
   return kKind == kTileF16 || (kKind == kTileF32 && VectorK(kWeight) <= 2 && kHalves == 1);
 }
 
@@ -69,11 +71,11 @@ FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, Di
   constexpr int kScaleStride = kInBlock ? 0 : Panel::kScaleStride;
   constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
   constexpr int kWordWords = Planes(kKind) * kHeight;  // of a tile, for a word of weights
-  constexpr bool kAsks = AsksByVectors<kWeight, kKind, kHeight>();
-  const uint8_t* asked = kAsks ? InRegister(unit + ahead.near) : nullptr;
-  TwoRequests asked_twice = {};
+  constexpr bool kPrefetches = PrefetchesPerVector<kWeight, kKind, kHeight>();
+  const uint8_t* next = kPrefetches ? InRegister(unit + ahead.near) : nullptr;
+  PrefetchPair next_pair = {};
   if constexpr (kTwice) {
-    asked_twice = RequestsFrom(unit, ahead);
+    next_pair = PrefetchPairFrom(unit, ahead);
   }
   Floats scaled[kUnits][kHeight];  // later units wait, so that additions keep their order
   Unroll<Panel::kGroups>([&](int group) FMOE_FLAT {
@@ -82,10 +84,10 @@ FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, Di
     const uint8_t* vectors = unit + group * kGroupVectors * 64;
     for (int v = 0; v < kGroupVectors; v += kStep, vectors += kStep * 64, words += kStepWords * kWordWords) {
       if constexpr (kTwice) {
-        Unroll<kStep * kUnits>([&](int i) FMOE_FLAT { AskTwice(asked_twice, sums[i % kUnits][0][0][0]); });
-      } else if (kAsks && half == 0) {
-        Unroll<kUnits>([&](int i) FMOE_FLAT { PrefetchBeside(asked + i * 64, sums[i][0][0][0]); });
-        asked += kUnits * 64;
+        Unroll<kStep * kUnits>([&](int i) FMOE_FLAT { PrefetchTwice(next_pair, sums[i % kUnits][0][0][0]); });
+      } else if (kPrefetches && half == 0) {
+        Unroll<kUnits>([&](int i) FMOE_FLAT { PrefetchBeside(next + i * 64, sums[i][0][0][0]); });
+        next += kUnits * 64;
       }
       typename Unit::Word weights[kUnits][kStepWords];
       Unroll<kUnits>([&](int b) FMOE_FLAT {
@@ -115,13 +117,13 @@ FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, Di
   });
 }
 
-/// Whether a tile takes two units at a time. One of 16 or 32 bits a value takes longer to arrive than one or
-/// two tokens' chains of additions: there, two units are only two streams to read, and BF16 got 85 % of the
-/// read rate instead of 95 (Zen 5). Smaller groups have chains of their own.
+/// Whether a tile takes two units at a time. A unit of 16- or 32-bit weights takes longer to load than to
+/// multiply by one or two tokens, so interleaving two units only adds a second stream: BF16 got 85 % of the
+/// read rate instead of 95 (Zen 5). Units with several groups have a chain for each as it is.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool IsSideBySide() {
   using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
-  return kHeight <= 2 && (VectorK(kWeight) == 4 ? !AsksByVectors<kWeight, kKind, kHeight>()
+  return kHeight <= 2 && (VectorK(kWeight) == 4 ? !PrefetchesPerVector<kWeight, kKind, kHeight>()
                                                 : VectorK(kWeight) == 8 && Panel::kGroups == 1);
 }
 
@@ -137,7 +139,7 @@ FMOE_INLINE void ShortHalves(const uint8_t* unit, int64_t ahead, const int32_t* 
   Floats sums[2][kHeight][2];
   Unroll<4 * kHeight>([&](int i) FMOE_FLAT { (&sums[0][0][0])[i] = Zero(); });
   for (int v = 0; v < Panel::kVectors; v += kStep, unit += kStep * 64, words += kStepWords * kHeight) {
-    if constexpr (kAsksBesideFloats) {
+    if constexpr (kPrefetchesBesideFloats) {
       Unroll<kStep>([&](int i) FMOE_FLAT { PrefetchBeside(unit + ahead + i * 64, sums[i][0][0]); });
     }
     Floats weights[2][kStepWords];
@@ -181,13 +183,14 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
     const uint8_t* const stripe_begin = stripes;
     const int64_t header = Panel::HeaderBytes(blocks);
     PrefetchBlock<kTwice, 0, 0>(stripes, header,
-                                tile);  // blocks ask for as many lines as they have themselves
+                                tile);  // blocks prefetch as many lines as they have themselves
     stripes += header;
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
       const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
-      constexpr bool kAsks = kTwice || AsksByVectors<kWeight, kKind, kHeight>();
-      constexpr int kBytes = kBlocks * Panel::kBlockBytes, kFirst = kAsks ? kBlocks * Panel::kCodeBytes : 0;
+      constexpr bool kPrefetches = kTwice || PrefetchesPerVector<kWeight, kKind, kHeight>();
+      constexpr int kBytes = kBlocks * Panel::kBlockBytes,
+                    kFirst = kPrefetches ? kBlocks * Panel::kCodeBytes : 0;
       const Distances ahead = PrefetchBlock<kTwice, kBytes, kFirst>(stripes, kBytes, tile);
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
         if constexpr (kHeight <= ShortUnit<kWeight, kKind>::kMostTokens) {
@@ -219,15 +222,15 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       const int half = i / kHeight, token = i % kHeight;
       Store(out + token * 16 + half * kLanes, totals[half][token]);
     });
-    tile = tile->turn == 0 ? tile : tile->turn;
+    tile = tile->short_tile.next_stripe_tile == 0 ? tile : tile->short_tile.next_stripe_tile;
   }
 }
 
 /// A DotKernel.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
-  if constexpr (AsksFloatsTwice<kWeight, kKind>() && kHeight <= 2) {
-    if (tile->prefetch_far != 0) {
+  if constexpr (PrefetchesFloatsTwice<kWeight, kKind>() && kHeight <= 2) {
+    if (tile->short_tile.prefetch_far != 0) {
       FloatStripes<kWeight, kKind, kHeight, true>(stripes, num_stripes, blocks, tile, out);
       return;
     }
@@ -242,7 +245,7 @@ constexpr void SetFloatDots(KernelTable& table) {
   table.dot[kWeight][kKind][2] = &FloatDot<kWeight, kKind, 4>;
   table.dot[kWeight][kKind][3] = &FloatDotTall<kWeight, kKind>;
   table.batch[kWeight][kKind] = &FloatBatch<kWeight, kKind>;
-  table.asks_twice[kWeight][kKind] = AsksFloatsTwice<kWeight, kKind>();
+  table.prefetches_twice[kWeight][kKind] = PrefetchesFloatsTwice<kWeight, kKind>();
 }
 
 }  // namespace

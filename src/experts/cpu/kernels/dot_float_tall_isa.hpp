@@ -45,7 +45,7 @@ FMOE_INLINE void TallChain(const uint8_t* const* from, int first, const int32_t*
                            Sums (*sums)[kPairTokens][2]) {
   using Unit = typename FloatUnit<kKind>::Type;
   using Panel = FloatPanel<kWeight, Unit>;
-  constexpr int kGroupWords = Panel::kWords / Panel::kGroups, kStep = 8;  // words in one piece of text
+  constexpr int kGroupWords = Panel::kWords / Panel::kGroups, kStep = 8;  // words unrolled
   static_assert(Planes(kKind) == 1, "planes are chains");
   Sums of_chain[kVectors][kPairTokens];
   Unroll<kVectors * kPairTokens>([&](int i) FMOE_FLAT { (&of_chain[0][0])[i] = Unit::Start(); });
@@ -153,8 +153,9 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int32_t* words = (const int32_t*)tiles[tile].codes + unit * kUnitWords;
       const float* scales = tiles[tile].scale + (kKind == kTileF32 ? 0 : unit * kMaxHeight);
-      NextLines next = {tiles[tile].next + unit * lines_at_once * 64,
-                        tiles[tile].next + tiles[tile].next_bytes, lines_at_once, tiles[tile].next_into_l2};
+      const TileView::TallTile& tall = tiles[tile].tall_tile;
+      NextLines next = {tall.next + unit * lines_at_once * 64, tall.next + tall.next_bytes, lines_at_once,
+                        tall.next_into_l2};
       PrefetchLines(next);
       for (int first = 0; first < kMaxHeight; first += kPairTokens) {
         TallUnit<kWeight, kKind, kVectors, kMaxHeight, kDecoded>(

@@ -9,28 +9,28 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// Whether lines that come later are asked for a unit of a block at a time, where steps do not ask for them
-/// (AsksBySteps): 33 requests in a row are more than a core of Zen 3 takes (INT8 g128, one token, weights
-/// from memory: 14.9 -> 17.7 GB/s, `a8` 13.8 -> 18.7). 27 are not: codes of 5 and 6 bits in blocks of 128 k,
-/// `a8`, all at once 12.7 -> 14.4 and 11.6 -> 15 GB/s with one token, 15 bits the same within 3 %; but two
-/// tokens in 15 bits take a fifth less by units.
+/// Whether the lines ahead are prefetched a unit of a block at a time, where steps do not do it
+/// (PrefetchesPerStep): 33 prefetches in a row are more than a core of Zen 3 takes (INT8 g128, one token,
+/// weights from memory: 14.9 -> 17.7 GB/s, `a8` 13.8 -> 18.7). 27 are not: codes of 5 and 6 bits in blocks of
+/// 128 k, `a8`, all at once 12.7 -> 14.4 and 11.6 -> 15 GB/s with one token, 15 bits the same within 3 %; but
+/// two tokens in 15 bits read a fifth less by units.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
-constexpr bool AsksByUnits() {
+constexpr bool PrefetchesPerUnit() {
   constexpr int kMost = kKind == kTileA16 && kHeight == 2 ? 1024 : 1536;
-  return IntegerPanel<kWeight>::kCodeBytes > kMost && !AsksBySteps<kWeight, kKind, kHeight>();
+  return IntegerPanel<kWeight>::kCodeBytes > kMost && !PrefetchesPerStep<kWeight, kKind, kHeight>();
 }
 
-/// Whether lines can be asked for twice, beside each step into L2 and later into L1
-/// (KernelTable::asks_twice). 22 bits are bound by their products.
+/// Whether lines can be prefetched twice, beside each step into L2 and later into L1
+/// (KernelTable::prefetches_twice). Tiles of 22 bits are bound by their products.
 template <WeightKernel kWeight, TileKind kKind>
-constexpr bool AsksIntegersTwice() {
+constexpr bool PrefetchesIntegersTwice() {
   return kKind != kTileA24 && kHasByteDot && (kHasWideDot || HasBothHalves<kWeight, kKind, 1>());
 }
 
-/// Stripes one after the other. Whether lines are asked for twice is known here: else each step would have to
-/// ask. (Halves of a stripe always ask twice where they can: processors with a dot product and no wide
-/// registers are of Intel, where the plan has it so. Elsewhere, `avx2_vnni` by name, the second request finds
-/// its line.)
+/// Stripes one after the other. Whether lines are prefetched twice is a template argument, not a branch in
+/// each step. (Halves of a stripe always prefetch twice where they can: processors with a dot product and no
+/// wide registers are of Intel, where the plan has it so. Elsewhere, `avx2_vnni` by name, the second prefetch
+/// finds its line in L1 or L2.)
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
                                 const TileView* tile, float* out) {
@@ -48,17 +48,17 @@ FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
     Floats accumulators[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
-      constexpr bool kByUnits = AsksByUnits<kWeight, kKind, kHeight>();
-      constexpr int kFirst = kByUnits || AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
+      constexpr bool kByUnits = PrefetchesPerUnit<kWeight, kKind, kHeight>();
+      constexpr int kFirst = kByUnits || PrefetchesPerStep<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
       const Distances ahead =
           PrefetchBlock<kTwice, Panel::kLeastBytes, kFirst, Panel::kCodeBytes>(stripes, block_bytes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         if constexpr (kByUnits) {
-          const uint8_t* const asked = InRegister(unit + ahead.near);
-          Unroll<Panel::kUnitBytes / 64>([&](int line) FMOE_FLAT { Prefetch(asked + 64 * line); });
+          const uint8_t* const next = InRegister(unit + ahead.near);
+          Unroll<Panel::kUnitBytes / 64>([&](int line) FMOE_FLAT { Prefetch(next + 64 * line); });
         }
-        const Sides sides = Panel::SidesOf(stripes, index, type);
+        const QuantParams params = Panel::ParamsOf(stripes, index, type);
         const int32_t* unit_words = words;
         constexpr bool kWords = TakesWords<kWeight, kKind>();
         alignas(64) int32_t expanded[kWords ? 4 * StepWords<kWeight, kKind>() * kHeight : 1];
@@ -67,8 +67,8 @@ FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
           unit_words = expanded;
         }
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {
-          IntegerUnitBothHalves<kWeight, kKind, kHeight, kTwice>(unit, sides, table, words, correction, scale,
-                                                                 ahead, accumulators);
+          IntegerUnitBothHalves<kWeight, kKind, kHeight, kTwice>(unit, params, table, words, correction,
+                                                                 scale, ahead, accumulators);
         } else {
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
@@ -77,7 +77,7 @@ FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
             if constexpr (kHalves == 2) {  // GCC 12 would load all words in front of both, into memory
               own_words = (const int32_t*)InRegister((const uint8_t*)unit_words);
             }
-            IntegerUnit<kWeight, kKind, kHeight, kTwice>(unit, sides, half, table, own_words, correction,
+            IntegerUnit<kWeight, kKind, kHeight, kTwice>(unit, params, half, table, own_words, correction,
                                                          scale, ahead, sums);
             Unroll<kHeight>([&](int t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
           }
@@ -92,7 +92,7 @@ FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
       Store(out + token * 16 + half * kLanes, accumulators[half][token]);
     });
     out += kHeight * 16;
-    tile = tile->turn == 0 ? tile : tile->turn;
+    tile = tile->short_tile.next_stripe_tile == 0 ? tile : tile->short_tile.next_stripe_tile;
   }
 }
 
@@ -100,9 +100,9 @@ FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                 float* out) {
-  constexpr bool kTwice = AsksIntegersTwice<kWeight, kKind>() && kHeight <= 2;
+  constexpr bool kTwice = PrefetchesIntegersTwice<kWeight, kKind>() && kHeight <= 2;
   if constexpr (kTwice && kHasWideDot) {
-    if (tile->prefetch_far == 0) {
+    if (tile->short_tile.prefetch_far == 0) {
       IntegerStripes<kWeight, kKind, kHeight, false>(stripes, num_stripes, blocks, tile, out);
       return;
     }

@@ -11,8 +11,8 @@
 ///                                    products, masks: 4     halves apart: 2     conversions: 8
 ///
 /// Through L1 the halves need no shuffles. The two units that come next are staged there while two are
-/// multiplied, so that no load waits for a store. Lines that come later are asked for twice, beside each
-/// vector, as those of integers are (AskTwice). docs/kernels_reading.md has the figures.
+/// multiplied, so that no load waits for a store. Lines ahead are prefetched twice, beside each
+/// vector, as those of integers are (PrefetchTwice). docs/kernels_reading.md has the figures.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -39,18 +39,18 @@ struct Staging {
   }
 };
 
-/// The units at `staged` with a tile, while those at `next` go to `staging`, if there are any, and lines are
-/// asked for. Sums as ShortUnits has them.
+/// The units at `staged` with a tile, while those at `next` go to `staging`, if there are any, and lines
+/// ahead are prefetched. Sums as ShortUnits has them.
 template <WeightKernel kWeight, int kHeight, bool kNext>
 FMOE_INLINE void StagedUnits(const uint8_t* staged, const uint8_t* group_scales, const uint8_t* next,
-                             uint8_t* staging, TwoRequests asked, const int32_t* words, Floats* totals) {
+                             uint8_t* staging, PrefetchPair next_pair, const int32_t* words, Floats* totals) {
   using Panel = FloatPanel<kWeight, F32Unit>;
   Floats scaled[2][kHeight];
   Unroll<Panel::kGroups>([&](int group) FMOE_FLAT {
     Floats sums[2][1][kHeight][2];
     Unroll<4 * kHeight>([&](int i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
     for (int v = 0; v < Panel::kVectors / Panel::kGroups; ++v, staged += 128, words += 4 * kHeight) {
-      Unroll<2>([&](int unit) FMOE_FLAT { AskTwice(asked, sums[unit][0][0][0]); });
+      Unroll<2>([&](int unit) FMOE_FLAT { PrefetchTwice(next_pair, sums[unit][0][0][0]); });
       Floats weights[2][4];
       Unroll<2>([&](int unit) FMOE_FLAT {
         Staging<kWeight>::Take(staged + unit * Staging<kWeight>::kUnitHalves, weights[unit]);
@@ -79,13 +79,13 @@ FMOE_INLINE void StagedUnits(const uint8_t* staged, const uint8_t* group_scales,
   });
 }
 
-/// FloatDot where the tile says so. Lines are asked for at distances from the units that are staged.
+/// FloatDot where the tile says so. Prefetch distances count from the units that are staged.
 template <WeightKernel kWeight, int kHeight>
 void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                float* out) {
   using Panel = FloatPanel<kWeight, F32Unit>;
   constexpr int64_t kPair = Staging<kWeight>::kBytes;
-  if (tile->prefetch_far == 0 || blocks < 2) {
+  if (tile->short_tile.prefetch_far == 0 || blocks < 2) {
     FloatDot<kWeight, kTileF32, kHeight>(stripes, num_stripes, blocks, tile, out);
     return;
   }
@@ -106,15 +106,15 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
     stripes += header;
     for (int64_t block = 0; block + 2 <= blocks; block += 2, words += 2 * Panel::kWords * kHeight) {
       const uint8_t* const read = stripes + kPair;
-      const TwoRequests asked =
-          RequestsFrom(read, PrefetchBlock<true, kPair, 2 * Panel::kVectors * 64>(read, kPair, tile));
+      const PrefetchPair next_pair =
+          PrefetchPairFrom(read, PrefetchBlock<true, kPair, 2 * Panel::kVectors * 64>(read, kPair, tile));
       const bool ends = block + 4 > blocks;
       const uint8_t* scales = Panel::ScalesOf(stripe_begin, stripes, block);
       const uint8_t* next = read + (ends ? last + header : 0);
       if (!ends || stripe + 1 < num_stripes) {
-        StagedUnits<kWeight, kHeight, true>(staged, scales, next, staging, asked, words, totals);
+        StagedUnits<kWeight, kHeight, true>(staged, scales, next, staging, next_pair, words, totals);
       } else {
-        StagedUnits<kWeight, kHeight, false>(staged, scales, next, staging, asked, words, totals);
+        StagedUnits<kWeight, kHeight, false>(staged, scales, next, staging, next_pair, words, totals);
       }
       const uint8_t* done = staged;
       staged = staging;
@@ -128,7 +128,7 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
       stripes += last;
     }
     Unroll<kHeight>([&](int t) FMOE_FLAT { Store(out + t * 16, totals[t]); });
-    tile = tile->turn == 0 ? tile : tile->turn;
+    tile = tile->short_tile.next_stripe_tile == 0 ? tile : tile->short_tile.next_stripe_tile;
   }
 }
 
@@ -136,7 +136,7 @@ template <WeightKernel kWeight>
 constexpr void SetStagedDots(KernelTable& table) {
   table.dot[kWeight][kTileF32][0] = &StagedDot<kWeight, 1>;
   table.dot[kWeight][kTileF32][1] = &StagedDot<kWeight, 2>;
-  table.asks_twice[kWeight][kTileF32] = true;
+  table.prefetches_twice[kWeight][kTileF32] = true;
 }
 
 }  // namespace

@@ -45,7 +45,7 @@ FMOE_KERNEL void TallPass(const uint8_t* stripes, int64_t stride, int64_t blocks
     const uint8_t* first_k = stripes + block * block_bytes;
     pair.codes = first_k;
     for (int unit = 0; unit < Panel::kUnits; ++unit, pair.codes += Panel::kUnitBytes) {
-      pair.sides = Panel::SidesOf(first_k, unit, type);
+      pair.params = Panel::ParamsOf(first_k, unit, type);
       TallUnit<Pair, kKind, kTokens>(pair, tokens, sums);
       Tokens::Advance(tokens, 1);
     }
@@ -63,7 +63,7 @@ template <TileKind kKind, bool kMayBeWide, typename Pass>
 FMOE_INLINE void ForEachPass(const TileView& tile, Pass pass) {
   for (int first = 0, count = 0; first < tile.tokens; first += count) {
     if constexpr (kMayBeWide) {
-      if (tile.wide_slabs && tile.tokens - first > kTallTokens<kKind>) {
+      if (tile.tall_tile.wide_slabs && tile.tokens - first > kTallTokens<kKind>) {
         count = kWideTokens<kKind>;
         pass(first, Index<kWideTokens<kKind>>());
         continue;
@@ -129,7 +129,7 @@ FMOE_KERNEL void DecodePairs(const uint8_t* stripes, int64_t stride, int64_t fir
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t* block = stripes + (first + i) / Panel::kUnits * Panel::BlockBytes(type);
     const int unit = (int)((first + i) % Panel::kUnits);
-    const Packed packed = {block + unit * Panel::kUnitBytes, Panel::SidesOf(block, unit, type), stride,
+    const Packed packed = {block + unit * Panel::kUnitBytes, Panel::ParamsOf(block, unit, type), stride,
                            table};
     DecodedPairOf<Packed>::Decode(packed, &pairs[i]);
   }
@@ -143,7 +143,8 @@ template <class Pair, TileKind kKind>
 FMOE_KERNEL void TallSlabs(PairDecoder<Pair> decode, const uint8_t* stripes, int64_t stride, int64_t units,
                            const TileView* tiles, int64_t num_tiles, int64_t tile_sums, float* out) {
   Pair pairs[kSlabUnits];
-  NextLines lines[kBatchTiles];  // a tile with fewer tokens makes fewer passes, and asks for more beside each
+  NextLines
+      lines[kBatchTiles];  // a tile with fewer tokens makes fewer passes, and prefetches more beside each
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     lines[tile] = LinesOf(tiles[tile], units * SlabPasses<kKind>(tiles[tile]));
   }
@@ -200,7 +201,7 @@ FMOE_NESTED void TallStripes(const TallKernels& kernels, const uint8_t* stripes,
   for (int64_t stripe = 0; stripe < num_stripes; stripe += 2, stripes += 2 * stride) {
     alignas(64) float twice[2 * kMaxHeight * 16];
     const bool alone = stripe + 1 == num_stripes;
-    if (num_tiles >= tiles[0].slab_tiles && !alone) {
+    if (num_tiles >= tiles[0].tall_tile.slab_tiles && !alone) {
       kernels.slabs(stripes, stride, blocks, tiles, num_tiles, tile_sums, out + stripe * kStripeSums);
       continue;
     }

@@ -161,7 +161,7 @@ void Activate(const ActivateArguments* a) {
   }
 }
 
-/// Rows lie far apart: their next columns but one are asked for, as stripes come in pairs.
+/// Rows lie far apart: their next columns but one are prefetched, as stripes come in pairs.
 void Accumulate(const AccumulateArguments* a) {
   for (int token = 0; token < a->tokens; ++token) {
     const Floats weight = Set(a->weights[token]);

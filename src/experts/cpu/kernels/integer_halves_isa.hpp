@@ -90,9 +90,9 @@ FMOE_NESTED void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
   });
 }
 
-/// One unit of 64 k. What stands `ahead` of it is asked for into L2 (AsksIntegersTwice).
+/// One unit of 64 k. What stands `ahead` of it is prefetched into L2 (PrefetchesIntegersTwice).
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
-FMOE_NESTED void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
+FMOE_NESTED void IntegerUnitBothHalves(const uint8_t* unit, const QuantParams& params, Ints table,
                                        const int32_t* words, const int32_t* correction,
                                        const float* activation_scale, Distances ahead,
                                        Floats (*accumulators)[kHeight]) {
@@ -100,7 +100,7 @@ FMOE_NESTED void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
   constexpr int kSums = SumsOf(kPlanes);
   using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kSmallFloats, Panel::kSuper>;
-  const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
+  const bool zero_points = Panel::kGrouped && params.type.zeros != kZeroNone;
   const uint8_t* const far = kTwice ? InRegister(unit + ahead.far) : nullptr;
   Floats unit_sums[kHalves][kHeight];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
@@ -125,8 +125,8 @@ FMOE_NESTED void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
           unit, kStep, table, words + kStep * kPlanes * 4 * kHeight, sums);
     });
     Unroll<kHalves>([&](int half) FMOE_FLAT {
-      const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
-      const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
+      const Floats scale = LoadGroupScale<kWeight>(params, group, half);
+      const Floats zero = zero_points ? LoadGroupZero<kWeight>(params, group, half) : Zero();
       Unroll<kHeight>([&](int t) FMOE_FLAT {
         Ints low = sums[half][t][kSums - 1];
         if constexpr (kHasByteDot && kPlanes > 1) {

@@ -19,7 +19,7 @@ constexpr bool kHasUnsignedDot = kHasByteDot && !kSignedWeights;
 
 /// What stands beside the codes of 64 k: scales and zero points of its groups; and, of two levels, the units
 /// of both.
-struct Sides {
+struct QuantParams {
   const uint8_t* groups;
   const uint8_t* units;
   GroupScales type;
@@ -102,10 +102,10 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     return kGrouped ? kCodeBytes + UnitsBytes(scales) + kBlockGroups * GroupStride(scales) : kLeastBytes;
   }
   /// Of the unit of 64 k that is number `index` of its block.
-  FMOE_INLINE Sides SidesOf(const uint8_t* block, int index, GroupScales type) {
-    const uint8_t* sides = block + kCodeBytes;
+  FMOE_INLINE QuantParams ParamsOf(const uint8_t* block, int index, GroupScales type) {
+    const uint8_t* params = block + kCodeBytes;
     const int64_t groups = kSuper ? UnitsBytes(type) + index * (64 / kGroup) * GroupStride(type) : 0;
-    return {sides + groups, sides, type};
+    return {params + groups, params, type};
   }
 
   /// By which codes become bytes, unsigned or less 128; else nothing.
@@ -192,21 +192,21 @@ FMOE_INLINE Floats LoadInUnits(const uint8_t* bytes, const uint8_t* units, int h
 
 /// The scale of a group; 1 where the panel has none.
 template <WeightKernel kWeight>
-FMOE_INLINE Floats LoadGroupScale(const Sides& sides, int group, int half) {
+FMOE_INLINE Floats LoadGroupScale(const QuantParams& params, int group, int half) {
   using Panel = IntegerPanel<kWeight>;
   const uint8_t* at =
-      sides.groups + (Panel::kSmallFloats ? group * 16 : group * Panel::GroupStride(sides.type));
+      params.groups + (Panel::kSmallFloats ? group * 16 : group * Panel::GroupStride(params.type));
   if constexpr (kWeight == kWeightNvfp4) {
     return LoadE4m3Scales(at, half);
   } else if constexpr (kWeight == kWeightMxfp4 || kWeight == kWeightMxfp6) {
     return LoadE8m0Scales(at, half);
   } else if constexpr (Panel::kSuper) {
-    return LoadInUnits(at, sides.units, half);
+    return LoadInUnits(at, params.units, half);
   } else if constexpr (Panel::kGrouped) {
-    if (sides.type.type == kRowBf16) {
+    if (params.type.type == kRowBf16) {
       return LoadBf16((const uint16_t*)at + half * kLanes);
     }
-    if (sides.type.type == kRowF16) {
+    if (params.type.type == kRowF16) {
       return LoadF16((const uint16_t*)at + half * kLanes);
     }
     return Load((const float*)at + half * kLanes);
@@ -217,14 +217,14 @@ FMOE_INLINE Floats LoadGroupScale(const Sides& sides, int group, int half) {
 
 /// Its zero point, or its minimum (two levels), where the type has some.
 template <WeightKernel kWeight>
-FMOE_INLINE Floats LoadGroupZero(const Sides& sides, int group, int half) {
+FMOE_INLINE Floats LoadGroupZero(const QuantParams& params, int group, int half) {
   using Panel = IntegerPanel<kWeight>;
-  const uint8_t* at = sides.groups + group * Panel::GroupStride(sides.type);
+  const uint8_t* at = params.groups + group * Panel::GroupStride(params.type);
   if constexpr (Panel::kSuper) {
-    return LoadInUnits(at + 16, sides.units + 32, half);
+    return LoadInUnits(at + 16, params.units + 32, half);
   } else {
-    at += GroupScaleBytes(sides.type);
-    if (sides.type.zeros == kZeroFloats) {
+    at += GroupScaleBytes(params.type);
+    if (params.type.zeros == kZeroFloats) {
       return Load((const float*)at + half * kLanes);
     }
     return ToFloats(LoadByteLanes(at + half * kLanes));

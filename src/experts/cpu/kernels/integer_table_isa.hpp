@@ -12,7 +12,7 @@ template <WeightKernel kWeight, TileKind kKind>
 constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
-  table.asks_twice[kWeight][kKind] = AsksIntegersTwice<kWeight, kKind>();
+  table.prefetches_twice[kWeight][kKind] = PrefetchesIntegersTwice<kWeight, kKind>();
   constexpr bool kWords = IntegerPanel<kWeight>::kProducts, k22Bits = kKind == kTileA24;
   if constexpr (kHasWideDot && !kWords && !k22Bits) {
     table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;

@@ -6,7 +6,7 @@
 #include "experts/cpu/kernels/integer_panel_isa.hpp"
 
 /// A unit of 64 k of weights that become bytes, with one or two tokens, or four: products, groups, and what
-/// is asked for beside them (dot_integer_isa.hpp).
+/// is prefetched beside them (dot_integer_isa.hpp).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -97,16 +97,16 @@ constexpr int SumChains() {
   return kHasWideDot && Panel::kNibbles && Panel::kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
 }
 
-/// Whether lines that come later are asked for beside the products of each 16 k (PrefetchBeside), not all at
-/// the beginning of a block: a request that meets full buffers is dropped, and 17 in a row are too many
-/// beside chains that run ahead. Layers of Qwen3-30B-A3B with one token, at the beginning of units -> by
-/// steps, share of the read rate (Zen 5): INT4 per channel 86 -> 97, g128 86 -> 98, INT8 90 -> 96, g128 91 ->
-/// 97, g32 94 -> 95; four tokens as much. Kernels alone, share of a plain read, one token and two: INT4 g32
-/// 88 and 81 -> 95 and 96, with zero points 95 both ways and 95 -> 98; g16 84 and 81 -> 95 and 97, with zero
-/// points 82 and 91 -> 98 and 101, those and scales in fp32 75 and 78 -> 83 and 87. e2m1, whose groups wait
-/// for each other, gains nothing and loses up to 4 %, but for NVFP4 with two tokens.
+/// Whether the lines ahead are prefetched beside the products of each 16 k (PrefetchBeside), not all at the
+/// beginning of a block: a prefetch that finds no free line fill buffer is dropped, and 17 in a row are too
+/// many where out-of-order execution has begun the next ones. Layers of Qwen3-30B-A3B with one token, at the
+/// beginning of units -> by steps, share of the read rate (Zen 5): INT4 per channel 86 -> 97, g128 86 -> 98,
+/// INT8 90 -> 96, g128 91 -> 97, g32 94 -> 95; four tokens as much. Kernels alone, share of a plain read, one
+/// token and two: INT4 g32 88 and 81 -> 95 and 96, with zero points 95 both ways and 95 -> 98; g16 84 and 81
+/// -> 95 and 97, with zero points 82 and 91 -> 98 and 101, those and scales in fp32 75 and 78 -> 83 and 87.
+/// e2m1, whose groups wait for each other, gains nothing and loses up to 4 %, but for NVFP4 with two tokens.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
-constexpr bool AsksBySteps() {
+constexpr bool PrefetchesPerStep() {
   if (!kHasWideDot || kHeight > 2) {
     return false;
   }
@@ -126,8 +126,8 @@ FMOE_NESTED void GroupSums(const uint8_t* unit, int group, int half,
   constexpr int kSteps = Panel::kGroup / 16;
   constexpr int kStepWords = StepWords<kWeight, kKind>() * kHeight;
   constexpr int kChains = SumChains<kWeight, kKind, kCount>();
-  constexpr bool kAsks = AsksBySteps<kWeight, kKind, kHeight>();
-  const uint8_t* const near = kAsks ? InRegister(unit + ahead.near) : nullptr;
+  constexpr bool kPrefetches = PrefetchesPerStep<kWeight, kKind, kHeight>();
+  const uint8_t* const near = kPrefetches ? InRegister(unit + ahead.near) : nullptr;
   const uint8_t* const far = kTwice ? InRegister(unit + ahead.far) : nullptr;
   Ints sum[kChains][Planes(kKind)][kCount];  // of each plane, the highest first
   Unroll<kChains * kCount>([&](int i) FMOE_FLAT {
@@ -147,7 +147,7 @@ FMOE_NESTED void GroupSums(const uint8_t* unit, int group, int half,
       if constexpr (kTwice) {
         PrefetchFarBeside(far + at, beside);
       }
-      if constexpr (kAsks) {
+      if constexpr (kPrefetches) {
         PrefetchBeside(near + at, beside);
       }
     });
@@ -215,10 +215,10 @@ FMOE_NESTED void GroupSums(const uint8_t* unit, int group, int half,
   });
 }
 
-/// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
-/// for (AsksBySteps, AsksIntegersTwice).
+/// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is
+/// prefetched (PrefetchesPerStep, PrefetchesIntegersTwice).
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
-FMOE_NESTED void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
+FMOE_NESTED void IntegerUnit(const uint8_t* unit, const QuantParams& params, int half,
                              typename IntegerPanel<kWeight>::Table table, const int32_t* words,
                              const int32_t* correction, const float* activation_scale, Distances ahead,
                              Floats* accumulators) {
@@ -231,11 +231,11 @@ FMOE_NESTED void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
   if constexpr (End::kUnitSums) {
     Unroll<kHeight>([&](int t) FMOE_FLAT { unit_sums[t] = Zero(); });
   }
-  const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
+  const bool zero_points = Panel::kGrouped && params.type.zeros != kZeroNone;
   auto one_group = [&](auto group) FMOE_FLAT {
     constexpr int kPhase = Panel::PhaseOfGroup(decltype(group)());
-    const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
-    const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
+    const Floats scale = LoadGroupScale<kWeight>(params, group, half);
+    const Floats zero = zero_points ? LoadGroupZero<kWeight>(params, group, half) : Zero();
     const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = part * kCount;

@@ -166,9 +166,9 @@ struct KernelTable {
   DotKernel dot[kNumWeightKernels][kNumTileKinds][kNumHeights];
   /// Of tall tiles; null where the registers do not hold them.
   BatchKernel batch[kNumWeightKernels][kNumTileKinds];
-  /// Whether tiles of one and two tokens can ask for weights twice (TileView::prefetch_far): L1 of a core of
-  /// Intel has 16 places for lines on their way from memory, L2 48.
-  bool asks_twice[kNumWeightKernels][kNumTileKinds];
+  /// Whether tiles of one and two tokens can prefetch weights twice (TileView::ShortTile::prefetch_far): L1
+  /// of a core of Intel has 16 line fill buffers, L2 can wait for 48 lines.
+  bool prefetches_twice[kNumWeightKernels][kNumTileKinds];
   PackKernel pack[kNumTileKinds];  ///< null for kTileA4
   PackCodesKernel pack_codes;
   InterleaveKernel interleave;
@@ -180,12 +180,12 @@ struct KernelTable {
   ToFloatKernel to_float[kNumRowTypes];
   FromFloatKernel from_float[kNumRowTypes];
   PackPanelKernel pack_panel[kNumPanelTransforms];
-  TurnCodesKernel turn_codes[kNumPanelTransforms];
+  TransposeCodesKernel transpose_codes[kNumPanelTransforms];
   PackColumnsKernel pack_columns[kNumPanelTransforms];
-  PackSidesKernel pack_sides[kNumSideTransforms];
+  PackParamsKernel pack_params[kNumParamTransforms];
   MultiplyCodesKernel multiply_e2m1, multiply_e4m3;
-  /// Whether codes of the next stripe are asked for line by line, in the order of memory (panel_isa.hpp).
-  bool asks_by_lines[kNumPanelTransforms];
+  /// Whether codes of the next stripe are prefetched line by line, in the order of memory (panel_isa.hpp).
+  bool prefetches_line_by_line[kNumPanelTransforms];
 };
 
 }  // namespace fusedmoe::cpu

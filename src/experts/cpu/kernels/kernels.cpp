@@ -72,7 +72,7 @@ KernelTable WithAdded(const Level& level) {
     table.pack[tile] = added.pack[tile] != nullptr ? added.pack[tile] : table.pack[tile];
     for (int kernel = 0; kernel < kNumWeightKernels; ++kernel) {
       std::copy_n(added.dot[kernel][tile], kNumHeights, table.dot[kernel][tile]);
-      table.asks_twice[kernel][tile] = added.asks_twice[kernel][tile];
+      table.prefetches_twice[kernel][tile] = added.prefetches_twice[kernel][tile];
       table.batch[kernel][tile] = added.batch[kernel][tile];
     }
   }

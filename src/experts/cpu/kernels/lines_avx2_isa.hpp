@@ -6,7 +6,7 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-constexpr bool kAsksAllByLines = true;  // panel_isa.hpp
+constexpr bool kPrefetchesAllLineByLine = true;  // panel_isa.hpp
 
 /// Registers as one sequence whose halves are interleaved, words (kSize 2) or lanes, in both halves of the
 /// registers. Twice that is a transposition of 4 x 4 lanes, three times one of 8 x 8 words.
@@ -48,7 +48,7 @@ FMOE_INLINE void LoadFourLines(const uint8_t* const* rows, int64_t at, Change ch
 
 /// 32 bytes of each row to eight lines. Whole lines take rows one by one: in pairs they would cost two
 /// shuffles a register instead of three, but meet every line of memory twice as often (Zen 3, whole experts
-/// of INT4 g128, three turns: 51.1, 51.1, 48.9 instead of 48.5, 50.9, 48.6 ms for 256 MB).
+/// of INT4 g128, three runs: 51.1, 51.1, 48.9 instead of 48.5, 50.9, 48.6 ms for 256 MB).
 template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
   if constexpr (kSplit) {
@@ -93,26 +93,26 @@ FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
 }
 
 /// Four bytes of each of four rows to four times the bytes of four rows, in every 16 bytes.
-FMOE_INLINE Ints TurnFours(Ints x) {
+FMOE_INLINE Ints TransposeFours(Ints x) {
   return _mm256_shuffle_epi8(
       x, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
 }
 
 /// The same of eight rows in each half of a line, and the way back.
-FMOE_INLINE void TurnHalves(Ints* line) {
+FMOE_INLINE void TransposeHalves(Ints* line) {
   const Ints lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   Unroll<2>([&](int half)
-                FMOE_FLAT { line[half] = _mm256_permutevar8x32_epi32(TurnFours(line[half]), lanes); });
+                FMOE_FLAT { line[half] = _mm256_permutevar8x32_epi32(TransposeFours(line[half]), lanes); });
 }
-FMOE_INLINE void TurnHalvesBack(Ints* line) {
+FMOE_INLINE void TransposeHalvesBack(Ints* line) {
   const Ints lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
   Unroll<2>([&](int half)
-                FMOE_FLAT { line[half] = TurnFours(_mm256_permutevar8x32_epi32(line[half], lanes)); });
+                FMOE_FLAT { line[half] = TransposeFours(_mm256_permutevar8x32_epi32(line[half], lanes)); });
 }
 
 /// The same of sixteen rows.
-FMOE_INLINE void TurnBytes(Ints* line) {
-  TurnHalves(line);
+FMOE_INLINE void TransposeBytes(Ints* line) {
+  TransposeHalves(line);
   // Each half now has 8 bytes of its rows for each of the four: they alternate.
   const Ints low = _mm256_unpacklo_epi64(line[0], line[1]), high = _mm256_unpackhi_epi64(line[0], line[1]);
   line[0] = _mm256_permute2x128_si256(low, high, 0x20);
@@ -168,7 +168,7 @@ FMOE_INLINE Ints BytesOfSixBits(Ints x) {
 }
 
 /// put(v, line) of the sixteen lines of 48 bytes of each row. Codes are spread while they stand in rows: the
-/// three words of sixteen codes, turned first, had to be joined again.
+/// three words of sixteen codes, transposed first, had to be joined again.
 template <typename Put>
 FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, Put put) {
   Unroll<4>([&](auto four) FMOE_FLAT {

@@ -50,32 +50,32 @@ FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
 }
 
 /// Four bytes of each of four rows to four times the bytes of four rows, in every 16 bytes.
-FMOE_INLINE Ints TurnFours(Ints x) {
+FMOE_INLINE Ints TransposeFours(Ints x) {
   return _mm512_shuffle_epi8(
       x, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
 }
 
 /// The same of sixteen rows.
-FMOE_INLINE void TurnBytes(Ints* line) {
+FMOE_INLINE void TransposeBytes(Ints* line) {
   const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  line[0] = _mm512_permutexvar_epi32(lanes, TurnFours(line[0]));
+  line[0] = _mm512_permutexvar_epi32(lanes, TransposeFours(line[0]));
 }
 
 /// The same of eight rows in each half of a line, and the way back.
-FMOE_INLINE void TurnHalves(Ints* line) {
+FMOE_INLINE void TransposeHalves(Ints* line) {
   const Ints lanes = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-  line[0] = _mm512_permutexvar_epi32(lanes, TurnFours(line[0]));
+  line[0] = _mm512_permutexvar_epi32(lanes, TransposeFours(line[0]));
 }
-FMOE_INLINE void TurnHalvesBack(Ints* line) {
+FMOE_INLINE void TransposeHalvesBack(Ints* line) {
   const Ints lanes = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-  line[0] = TurnFours(_mm512_permutexvar_epi32(lanes, line[0]));
+  line[0] = TransposeFours(_mm512_permutexvar_epi32(lanes, line[0]));
 }
 
 /// The high nibbles of the first half of a line change places with the low ones of the second.
 FMOE_INLINE void ExchangeNibbles(Ints* line) {
   const Ints stay = _mm512_mask_blend_epi32(0xff00, IntSet(0x0f0f0f0f), IntSet(~0x0f0f0f0f));
-  const Ints turn = _mm512_mask_blend_epi32(0xff00, IntSet(4), IntSet(28));
-  const Ints others = _mm512_rolv_epi32(_mm512_shuffle_i64x2(line[0], line[0], 0x4e), turn);
+  const Ints rotation = _mm512_mask_blend_epi32(0xff00, IntSet(4), IntSet(28));
+  const Ints others = _mm512_rolv_epi32(_mm512_shuffle_i64x2(line[0], line[0], 0x4e), rotation);
   line[0] = _mm512_ternarylogic_epi32(stay, line[0], others, 0xca);
 }
 
@@ -99,7 +99,7 @@ FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints*
   x = _mm512_inserti32x4(x, column(2), 2);
   x = _mm512_inserti32x4(x, column(3), 3);
   const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  line[0] = TurnFours(_mm512_permutexvar_epi32(lanes, x));
+  line[0] = TransposeFours(_mm512_permutexvar_epi32(lanes, x));
 }
 
 }  // namespace

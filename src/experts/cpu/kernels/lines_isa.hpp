@@ -7,7 +7,8 @@
 ///     ShuffleNibbles           k 0 4 1 5 2 6 3 7 of a word
 ///     StoreLine                a line; kSplit: the low words of all lanes, then the high ones
 ///     LimitBytes               of every byte the bits of a mask, and so much at least
-///     TurnBytes, TurnHalves    four bytes of each row to a row of each byte, of sixteen rows or twice eight
+///     TransposeBytes           four bytes of each of sixteen rows to a row of each byte
+///     TransposeHalves          the same of twice eight rows; TransposeHalvesBack: the way back
 ///     ExchangeNibbles          high nibbles of the first half for low ones of the second
 ///     LoadColumns              eight columns of eight bytes; WordsOfColumns: the way back
 #if defined(__aarch64__)
@@ -23,7 +24,7 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-constexpr bool kAsksAllByLines = false;  // panel_isa.hpp
+constexpr bool kPrefetchesAllLineByLine = false;  // panel_isa.hpp
 
 /// k 0..7 of a word of nibbles in the order 0 4 1 5 2 6 3 7: the low nibbles of the bytes are k 0-3.
 FMOE_INLINE Ints ShuffleNibbles(Ints x) {

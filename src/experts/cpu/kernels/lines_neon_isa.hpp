@@ -54,29 +54,29 @@ FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
 }
 
 /// Four bytes of each of four rows to four times the bytes of four rows, in every 16 bytes.
-FMOE_INLINE Ints TurnFours(Ints x) {
+FMOE_INLINE Ints TransposeFours(Ints x) {
   constexpr uint8_t kOrder[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
   const uint8x16_t order = vld1q_u8(kOrder);
   return {SignedOf(vqtbl1q_u8(BytesOf(x.low), order)), SignedOf(vqtbl1q_u8(BytesOf(x.high), order))};
 }
 
 /// The same of eight rows in each half of a line, and the way back.
-FMOE_INLINE void TurnHalves(Ints* line) {
+FMOE_INLINE void TransposeHalves(Ints* line) {
   Unroll<2>([&](int half) FMOE_FLAT {
-    const Ints x = TurnFours(line[half]);
+    const Ints x = TransposeFours(line[half]);
     line[half] = {vzip1q_s32(x.low, x.high), vzip2q_s32(x.low, x.high)};
   });
 }
-FMOE_INLINE void TurnHalvesBack(Ints* line) {
+FMOE_INLINE void TransposeHalvesBack(Ints* line) {
   Unroll<2>([&](int half) FMOE_FLAT {
     const Ints x = line[half];
-    line[half] = TurnFours({vuzp1q_s32(x.low, x.high), vuzp2q_s32(x.low, x.high)});
+    line[half] = TransposeFours({vuzp1q_s32(x.low, x.high), vuzp2q_s32(x.low, x.high)});
   });
 }
 
 /// The same of sixteen rows.
-FMOE_INLINE void TurnBytes(Ints* line) {
-  TurnHalves(line);
+FMOE_INLINE void TransposeBytes(Ints* line) {
+  TransposeHalves(line);
   // Each half now has 8 bytes of its rows for each of the four: they alternate.
   const auto alternate = [](int32x4_t a, int32x4_t b) FMOE_FLAT {
     const int64x2_t x = vreinterpretq_s64_s32(a), y = vreinterpretq_s64_s32(b);

@@ -16,12 +16,12 @@ void PackF32(const PackArguments* arguments) {
   memcpy(arguments->tile.codes, arguments->values, (size_t)arguments->units * 64 * sizeof(float));
 }
 
-/// Eight words of 16 / kHeight stretches of each token are the sixteen rows of a transposition.
+/// Eight words of 16 / kHeight runs of each token are the sixteen rows of a transposition.
 template <int kHeight>
 void InterleaveTokens(const int32_t* const* tokens, int64_t words, int32_t* out) {
-  constexpr int kStretches = 16 / kHeight;
+  constexpr int kRuns = 16 / kHeight;
   alignas(64) int32_t lines[8 * 16];
-  for (int64_t w = 0; w < words; w += 8 * kStretches, out += 8 * kStretches * kHeight) {
+  for (int64_t w = 0; w < words; w += 8 * kRuns, out += 8 * kRuns * kHeight) {
     const uint8_t* rows[16];
     Unroll<16>([&](int i)
                    FMOE_FLAT { rows[i] = (const uint8_t*)(tokens[i % kHeight] + w + 8 * (i / kHeight)); });
@@ -29,7 +29,7 @@ void InterleaveTokens(const int32_t* const* tokens, int64_t words, int32_t* out)
     LoadTransposed(rows, 0, line);
     Unroll<8>([&](int v) FMOE_FLAT { StoreLine<false>((uint8_t*)(lines + 16 * v), line + v * kHalves); });
     Unroll<8>([&](int v) FMOE_FLAT {
-      Unroll<kStretches>([&](int s) FMOE_FLAT {
+      Unroll<kRuns>([&](int s) FMOE_FLAT {
         memcpy(out + (8 * s + v) * kHeight, lines + 16 * v + s * kHeight, kHeight * sizeof(int32_t));
       });
     });

@@ -28,10 +28,10 @@ struct PanelArguments {
   int64_t blocks;
   int64_t units_per_block;
   int32_t flip;             ///< exclusive-or of codes
-  const uint8_t* next[16];  ///< rows that will be packed then: their beginnings are asked for
-  /// What goes behind the codes of each block, block after block; null: room is left for it.
-  const uint8_t* sides;
-  int64_t side_bytes;  ///< of one block, a multiple of 16
+  const uint8_t* next[16];  ///< rows that are packed next: their beginnings are prefetched
+  /// Scales and zero points, behind the codes of each block, block after block; null: room is left for them.
+  const uint8_t* params;
+  int64_t param_bytes;  ///< of one block, a multiple of 16
   uint8_t* out;
   uint32_t* nan_rows;  ///< kPanelHalfLanes: bit r is set where a code of row r is NaN in e4m3 (0x7f, 0xff)
 };
@@ -51,34 +51,34 @@ typedef void (*MultiplyCodesKernel)(const ProductArguments* arguments);
 
 /// How codes become columns: a code of each of sixteen rows, in 16 bytes (4 bits: in 8), column after column.
 /// As PanelArguments, with one unit a block and nothing behind it; null where no panel needs it.
-typedef void (*TurnCodesKernel)(const PanelArguments* arguments);
+typedef void (*TransposeCodesKernel)(const PanelArguments* arguments);
 
 /// Blocks of sixteen rows from such columns, in any order.
 struct ColumnsArguments {
-  const uint8_t* turned;
-  const int32_t* columns;  ///< of every k of the blocks: where its sixteen codes stand
+  const uint8_t* transposed;  ///< of TransposeCodesKernel
+  const int32_t* columns;     ///< of every k of the blocks: where its sixteen codes stand
   int64_t blocks;
   int64_t units_per_block;
-  const uint8_t* sides;  ///< as PanelArguments has them
-  int64_t side_bytes;
+  const uint8_t* params;  ///< as PanelArguments has them
+  int64_t param_bytes;
   uint8_t* out;
-  const uint8_t* next[16];  ///< rows that will be turned then, for what TurnCodes has not asked for
+  const uint8_t* next[16];  ///< rows that are transposed next: what TransposeCodes leaves of them
   int64_t row_bytes;        ///< of each
 };
 typedef void (*PackColumnsKernel)(const ColumnsArguments* arguments);
 
 /// How rows of scales or zero points become lines of a panel, sixteen rows of a column each.
-enum SideTransform : int {
-  kSideBytes,  ///< scales of one byte, zero points
-  kSideWords,  ///< bf16, f16
-  kSideFloats,
-  kSideBf16ToFloat,
-  kSideF16ToFloat,
-  kNumSideTransforms
+enum ParamTransform : int {
+  kParamBytes,  ///< scales of one byte, zero points
+  kParamWords,  ///< bf16, f16
+  kParamFloats,
+  kParamBf16ToFloat,
+  kParamF16ToFloat,
+  kNumParamTransforms
 };
 
 /// A line for each group; groups that follow each other share a column.
-struct SidesArguments {
+struct ParamsArguments {
   const uint8_t* rows[16];  ///< the first column of each; readable up to the next 32 bytes
   int64_t columns, groups;
   int64_t groups_per_column;
@@ -86,6 +86,6 @@ struct SidesArguments {
   int64_t stride;             ///< from one line to the next
   uint8_t* out;               ///< the line of the first group
 };
-typedef void (*PackSidesKernel)(const SidesArguments* arguments);
+typedef void (*PackParamsKernel)(const ParamsArguments* arguments);
 
 }  // namespace fusedmoe::cpu

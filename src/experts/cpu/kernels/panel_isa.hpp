@@ -71,29 +71,29 @@ FMOE_INLINE void TransposeStep(const PanelArguments* a, int64_t at, Put put) {
 }
 
 /// What stands behind the codes of a block.
-FMOE_INLINE void CopySides(uint8_t* out, const uint8_t* sides, int64_t bytes) {
-  for (; bytes >= 64; bytes -= 64, out += 64, sides += 64) {
-    memcpy(out, sides, 64);
+FMOE_INLINE void CopyParams(uint8_t* out, const uint8_t* params, int64_t bytes) {
+  for (; bytes >= 64; bytes -= 64, out += 64, params += 64) {
+    memcpy(out, params, 64);
   }
-  for (; bytes > 0; bytes -= 16, out += 16, sides += 16) {
-    memcpy(out, sides, 16);
+  for (; bytes > 0; bytes -= 16, out += 16, params += 16) {
+    memcpy(out, params, 16);
   }
 }
 
-/// Whether the next stripe is asked for by lines: where packing takes longer than memory does. With 256-bit
-/// registers that is so for every transform (Zen 3, codes alone, of a copy: INT8 94 instead of 84 %, FP8 93
-/// instead of 87, BF16 87 instead of 84).
-constexpr bool AsksByLines(PanelTransform transform) {
-  return kAsksAllByLines || transform == kPanelNibbles || transform == kPanelSixBits;
+/// Whether the next stripe is prefetched line by line: where packing takes longer than memory does. With
+/// 256-bit registers that is so for every transform (Zen 3, codes alone, of a copy: INT8 94 instead of 84 %,
+/// FP8 93 instead of 87, BF16 87 instead of 84).
+constexpr bool PrefetchesLineByLine(PanelTransform transform) {
+  return kPrefetchesAllLineByLine || transform == kPanelNibbles || transform == kPanelSixBits;
 }
 
-/// Whether of columns in an order of their own the first step asks for the first eight rows of the next
-/// stripe and the second step for the others, instead of the first for all (Zen 3, codes alone, INT8 84
-/// instead of 77 % of a copy, nibbles 74 instead of 70).
-constexpr bool kAsksInBothSteps = kAsksAllByLines;
+/// Whether, for columns in an order of their own, the first step (TransposeCodes) prefetches the first eight
+/// rows of the next stripe and the second step (PackColumns) the others, instead of the first all (Zen 3,
+/// codes alone, INT8 84 instead of 77 % of a copy, nibbles 74 instead of 70).
+constexpr bool kPrefetchesInBothSteps = kPrefetchesAllLineByLine;
 
-/// Rows are read side by side, which hardware prefetchers follow badly, so they are asked for. Where packing
-/// takes longer than memory (AsksByLines): the next stripe, line after line in the order of memory, a request
+/// Sixteen rows are sixteen streams, which hardware prefetchers follow badly, so they are prefetched. Where
+/// packing takes longer than memory (PrefetchesLineByLine): the next stripe, in the order of memory, a line
 /// beside each line that is packed.
 ///
 ///     row 0   [ 0  1  2  .. ]           of the stripe behind the present one
@@ -101,7 +101,8 @@ constexpr bool kAsksInBothSteps = kAsksAllByLines;
 ///
 /// So a stripe is read while another one is packed: 201 MB of nibbles in 6.3 ms instead of 8 to 9.5 by
 /// pieces; packing alone takes 4.3, plain reading 4.9. Into fresh pages, from pages that are known
-/// (AskPages), that is 93 % of the rate of a copy instead of 77 to 85, of 6 bits 76 instead of 73 (Zen 5).
+/// (PrefetchPages), that is 93 % of the rate of a copy instead of 77 to 85, of 6 bits 76 instead of 73 (Zen
+/// 5).
 class LinesAhead {
  public:
   FMOE_FLAT LinesAhead(const PanelArguments* a, int64_t bytes) : LinesAhead(a->next, bytes, 0) {}
@@ -115,10 +116,10 @@ class LinesAhead {
   template <int64_t kBytes>
   FMOE_FLAT void Line(int v, Ints& line) {
     if (v < kBytes / 4) {
-      Ask(line);
+      Next(line);
     }
   }
-  FMOE_FLAT void Ask(Ints& line) {
+  FMOE_FLAT void Next(Ints& line) {
     PrefetchBeside(at_, line);
     at_ += 64;
     if (at_ >= end_) {
@@ -140,10 +141,10 @@ class LinesAhead {
 ///     row 1   [ packed ][ 8 .. 15 ][
 ///     ..
 ///
-/// Two pieces and what becomes of them stay in L1. Asked for in the order of memory, a whole stripe ahead,
+/// Two pieces and what becomes of them stay in L1. Prefetched in the order of memory, a whole stripe ahead,
 /// FP8 in blocks packed at 81 instead of 92 % of the rate of a copy, INT8 at 79 instead of 86 (Zen 5): steps
-/// that are faster than memory meet lines whose requests were dropped, and wait for them. Longer pieces come
-/// too late.
+/// that are faster than memory meet lines whose prefetches were dropped, and wait for them. Longer pieces
+/// come too late.
 class PiecesAhead {
  public:
   FMOE_FLAT PiecesAhead(const PanelArguments* a, int64_t bytes)
@@ -152,7 +153,7 @@ class PiecesAhead {
     lines_ = pieces == 0 ? 0 : ((bytes + pieces - 1) / pieces + 63) / 64;  // of equal pieces
   }
 
-  /// Asks for as many lines as a step reads that packs kBytes of sixteen rows from `at` on.
+  /// Prefetches as many lines as a step reads that packs kBytes of sixteen rows from `at` on.
   template <int64_t kBytes>
   FMOE_FLAT void Step(int64_t at) {
     if (at >= piece_end_) {
@@ -186,7 +187,7 @@ class PiecesAhead {
   const uint8_t* const* next_;
   int64_t bytes_, lines_;
   int64_t piece_end_ = 0;
-  const uint8_t* const* ahead_ = 0;  ///< the rows asked for
+  const uint8_t* const* ahead_ = 0;  ///< the rows that are prefetched
   int64_t offset_ = 0;               ///< of the piece in them
   int64_t row_ = 0, line_ = 0;
 };
@@ -201,7 +202,7 @@ struct Ahead<true> {
 };
 
 /// Rows that have had a code 0x7f or 0xff. Kernels read it as 480 (they widen e4m3 as if it had no NaN), so
-/// whoever packs spoils the scale of such a row. Of other transforms nothing is asked.
+/// whoever packs makes the scale of such a row NaN. Other transforms need no check.
 template <PanelTransform kTransform, bool kSplit>
 class NanRows {
  public:
@@ -210,7 +211,7 @@ class NanRows {
   }
   /// A line holds a word of each row.
   FMOE_FLAT void Take(const Ints* line) {
-    if constexpr (kAsked) {
+    if constexpr (kChecks) {
       Unroll<kHalves>([&](int half) FMOE_FLAT {
         const Ints magnitude = IntAnd(line[half], IntSet(0x7f7f7f7f));
         found_[half] = IntOr(found_[half], IntAdd(magnitude, IntSet(0x01010101)));
@@ -218,7 +219,7 @@ class NanRows {
     }
   }
   FMOE_FLAT void AddTo(uint32_t* rows) const {
-    if constexpr (kAsked) {
+    if constexpr (kChecks) {
       alignas(64) uint16_t words[32];  // two of each row: side by side, or parted
       StoreLine<kSplit>((uint8_t*)words, found_);
       for (int row = 0; row < 16; ++row) {
@@ -229,7 +230,7 @@ class NanRows {
   }
 
  private:
-  static constexpr bool kAsked = kTransform == kPanelHalfLanes;
+  static constexpr bool kChecks = kTransform == kPanelHalfLanes;
   Ints found_[kHalves];
 };
 
@@ -286,10 +287,10 @@ void PackPanel(const PanelArguments* a) {
   constexpr int64_t kBytes = StepBytes(kTransform), kLines = StepLines(kTransform);
   constexpr bool kSplit = SplitsLanes(kTransform);
   const int64_t steps = a->units_per_block * UnitLines(kTransform) / kLines;
-  typename Ahead<AsksByLines(kTransform)>::Type ahead(a, a->blocks * steps * kBytes);
+  typename Ahead<PrefetchesLineByLine(kTransform)>::Type ahead(a, a->blocks * steps * kBytes);
   NanRows<kTransform, kSplit> nan_rows;
   uint8_t* out = a->out;
-  const uint8_t* sides = a->sides;
+  const uint8_t* params = a->params;
   int64_t at = 0;
   for (int64_t block = 0; block < a->blocks; ++block) {
     for (int64_t step = 0; step < steps; ++step, at += kBytes) {
@@ -315,11 +316,11 @@ void PackPanel(const PanelArguments* a) {
       });
       out += kLines * 64;
     }
-    if (sides != 0) {
-      CopySides(out, sides, a->side_bytes);
-      sides += a->side_bytes;
+    if (params != 0) {
+      CopyParams(out, params, a->param_bytes);
+      params += a->param_bytes;
     }
-    out += a->side_bytes;
+    out += a->param_bytes;
   }
   nan_rows.AddTo(a->nan_rows);
 }
@@ -327,24 +328,24 @@ void PackPanel(const PanelArguments* a) {
 /// Columns of sixteen codes, one for each k; nibbles have row r in the low and row r + 8 in the high half of
 /// byte r, and come in the order 0 2 4 6 1 3 5 7.
 template <PanelTransform kTransform>
-void TurnCodes(const PanelArguments* a) {
+void TransposeCodes(const PanelArguments* a) {
   constexpr int64_t kBytes = StepBytes(kTransform), kLines = StepLines(kTransform);
   const int64_t steps = a->blocks * UnitLines(kTransform) / kLines;
-  typename Ahead<AsksByLines(kTransform)>::Type ahead(a, steps * kBytes);
+  typename Ahead<PrefetchesLineByLine(kTransform)>::Type ahead(a, steps * kBytes);
   NanRows<kTransform, false> nan_rows;
   uint8_t* out = a->out;
   for (int64_t step = 0; step < steps; ++step, out += kLines * 64) {
     ahead.template Step<kBytes>(step * kBytes);
     TransposeStep<kTransform, false, true>(a, step * kBytes, [&](int v, Ints* line) FMOE_FLAT {
-      if (!kAsksInBothSteps || v % 2 == 0) {
+      if (!kPrefetchesInBothSteps || v % 2 == 0) {
         ahead.template Line<kBytes>(v, line[0]);
       }
       nan_rows.Take(line);
       if constexpr (kTransform == kPanelNibbles) {
-        TurnHalves(line);
+        TransposeHalves(line);
         ExchangeNibbles(line);
       } else {
-        TurnBytes(line);
+        TransposeBytes(line);
       }
       StoreLine<false>(out + 64 * v, line);
     });
@@ -357,33 +358,33 @@ template <PanelTransform kTransform>
 void PackColumns(const ColumnsArguments* a) {
   constexpr bool kSplit = SplitsLanes(kTransform);
   const int64_t lines = a->units_per_block * UnitLines(kTransform);
-  const uint8_t* turned = a->turned;
+  const uint8_t* transposed = a->transposed;
   const int32_t* columns = a->columns;
   uint8_t* out = a->out;
-  const uint8_t* sides = a->sides;
+  const uint8_t* params = a->params;
   LinesAhead ahead(a->next, a->row_bytes, 8);
   for (int64_t block = 0; block < a->blocks; ++block) {
     for (int64_t i = 0; i < lines; ++i, out += 64) {
       Ints line[kHalves];
       if constexpr (kTransform == kPanelNibbles) {
-        LoadColumns(turned, columns, line);
+        LoadColumns(transposed, columns, line);
         ExchangeNibbles(line);
-        TurnHalvesBack(line);
+        TransposeHalvesBack(line);
         columns += 8;
       } else {
-        WordsOfColumns<kSplit>(turned, columns, line);
+        WordsOfColumns<kSplit>(transposed, columns, line);
         columns += 4;
       }
-      if (kAsksInBothSteps && i % 2 == 0) {
-        ahead.Ask(line[0]);
+      if (kPrefetchesInBothSteps && i % 2 == 0) {
+        ahead.Next(line[0]);
       }
       StoreLine<kSplit>(out, line);
     }
-    if (sides != 0) {
-      CopySides(out, sides, a->side_bytes);
-      sides += a->side_bytes;
+    if (params != 0) {
+      CopyParams(out, params, a->param_bytes);
+      params += a->param_bytes;
     }
-    out += a->side_bytes;
+    out += a->param_bytes;
   }
 }
 

@@ -18,7 +18,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
-constexpr bool kAsksBesideFloats = true;  // AsksByVectors
+constexpr bool kPrefetchesBesideFloats = true;  // PrefetchesPerVector
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {

@@ -18,7 +18,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
-constexpr bool kAsksBesideFloats = false;  // AsksByVectors
+constexpr bool kPrefetchesBesideFloats = false;  // PrefetchesPerVector
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {

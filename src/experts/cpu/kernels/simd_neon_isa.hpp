@@ -20,7 +20,7 @@ struct Ints {
 constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = true;
-constexpr bool kAsksBesideFloats = false;  // AsksByVectors
+constexpr bool kPrefetchesBesideFloats = false;  // PrefetchesPerVector
 /// sdot takes weights for signed: those of 8 bits come to it less 128 (integer_units_isa.hpp).
 constexpr bool kSignedWeights = true;
 
@@ -354,7 +354,8 @@ FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
 FMOE_INLINE void Prefetch(const uint8_t* p) {
   __builtin_prefetch(p, 0, 3);
 }
-/// At this place among the operations that change `x`, whereas the compiler moves plain requests.
+/// Kept at this place among the operations on `x` by an asm that claims to change it: compilers move plain
+/// prefetches.
 template <typename Vector>
 FMOE_INLINE void PrefetchBeside(const uint8_t* p, Vector& x) {
   asm("prfm pldl1keep, %1" : "+w"(x.low) : "Q"(*p));

@@ -13,7 +13,8 @@ FMOE_INLINE float FloatOfF16(uint16_t x) {
   return _cvtsh_ss(x);
 }
 
-/// Keeps an addition where it stands: GCC 12 adds products up as a tree, for which there are no registers.
+/// Keeps an addition where it stands: GCC 12 reassociates sums of products to a tree, for which there are no
+/// registers.
 template <typename Vector>
 FMOE_INLINE void InPlace(Vector& x) {
   asm("" : "+v"(x));
@@ -36,7 +37,8 @@ FMOE_INLINE void Prefetch(const uint8_t* p) {
 FMOE_INLINE void PrefetchFar(const uint8_t* p) {
   _mm_prefetch((const char*)p, _MM_HINT_T1);
 }
-/// At this place among the operations that change `x`, whereas the compiler moves plain requests.
+/// Kept at this place among the operations on `x` by an asm that claims to change it: compilers move plain
+/// prefetches.
 template <typename Vector>
 FMOE_INLINE void PrefetchBeside(const uint8_t* p, Vector& x) {
   asm("prefetcht0 %1" : "+v"(x) : "m"(*p));

@@ -79,17 +79,17 @@ struct SlabOf {
     for (int64_t i = 0; i < count; ++i) {
       const uint8_t* block = stripe + (begin + i) / Panel::kUnits * Panel::BlockBytes(type);
       const int unit = (int)((begin + i) % Panel::kUnits);
-      const Sides sides = Panel::SidesOf(block, unit, type);
+      const QuantParams params = Panel::ParamsOf(block, unit, type);
       for (int half = 0; half < kHalves; ++half) {
         Type* slab = slabs[kHalves == 2 ? number : 0] + i;
-        DecodeVector(block + unit * Panel::kUnitBytes, sides, half, table, kHalves == 2 ? half : number,
+        DecodeVector(block + unit * Panel::kUnitBytes, params, half, table, kHalves == 2 ? half : number,
                      slab);
       }
     }
   }
 
   /// Rows of a unit of one stripe that a register holds: vector `at` of the pair.
-  FMOE_NESTED void DecodeVector(const uint8_t* unit, const Sides& sides, int half,
+  FMOE_NESTED void DecodeVector(const uint8_t* unit, const QuantParams& params, int half,
                                 typename Panel::Table table, int at, Type* out) {
     const auto decode = [&](auto eight) FMOE_FLAT {
       constexpr int kPhase = Panel::PhaseOf(decltype(eight)()), kVectors = kWords ? 4 : 2;
@@ -111,11 +111,11 @@ struct SlabOf {
     }
     if constexpr (Type::kScales) {
       Unroll<Type::kGroups>(
-          [&](int g) FMOE_FLAT { Store(out->scales[g][at], LoadGroupScale<kWeight>(sides, g, half)); });
+          [&](int g) FMOE_FLAT { Store(out->scales[g][at], LoadGroupScale<kWeight>(params, g, half)); });
     }
     if constexpr (kHasZeros) {
       Unroll<Type::kGroups>(
-          [&](int g) FMOE_FLAT { Store(out->zeros[g][at], LoadGroupZero<kWeight>(sides, g, half)); });
+          [&](int g) FMOE_FLAT { Store(out->zeros[g][at], LoadGroupZero<kWeight>(params, g, half)); });
     }
   }
 };
@@ -133,7 +133,7 @@ FMOE_NESTED void ExpandTokens(const TileView& tile, int tokens, int64_t begin, i
                               SlabWords<kKind>& expanded) {
   const int last = tile.tokens - 1;
   for (int token = 0; token < kMaxHeight && token < tokens; ++token) {
-    const int32_t* row = (const int32_t*)tile.rows[token < last ? token : last];
+    const int32_t* row = (const int32_t*)tile.tall_tile.rows[token < last ? token : last];
     ExpandWords<1, Planes(kKind)>(row + begin * 16 * Planes(kKind), count * 4, expanded[token]);
   }
 }

@@ -10,8 +10,8 @@
 #include "experts/cpu/kernels/integer_table_isa.hpp"
 #include "experts/cpu/kernels/pack_isa.hpp"
 #include "experts/cpu/kernels/panel_isa.hpp"
+#include "experts/cpu/kernels/panel_params_isa.hpp"
 #include "experts/cpu/kernels/panel_products_isa.hpp"
-#include "experts/cpu/kernels/panel_sides_isa.hpp"
 #include "experts/cpu/kernels/quantize_isa.hpp"
 
 /// The kernel table of one instruction set. Which floats meet which tiles is decided here and nowhere else,
@@ -23,7 +23,7 @@ namespace {
 template <PanelTransform kTransform>
 constexpr void SetPanel(KernelTable& table) {
   table.pack_panel[kTransform] = &PackPanel<kTransform>;
-  table.turn_codes[kTransform] = &TurnCodes<kTransform>;
+  table.transpose_codes[kTransform] = &TransposeCodes<kTransform>;
   table.pack_columns[kTransform] = &PackColumns<kTransform>;
 }
 
@@ -69,7 +69,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetPanel<kPanelBytes>(table);
   SetPanel<kPanelHalfLanes>(table);
   for (int transform = 0; transform < kNumPanelTransforms; ++transform) {
-    table.asks_by_lines[transform] = AsksByLines((PanelTransform)transform);
+    table.prefetches_line_by_line[transform] = PrefetchesLineByLine((PanelTransform)transform);
   }
   table.pack_panel[kPanelSixBits] = &PackPanel<kPanelSixBits>;
   table.pack_panel[kPanelU2] = &PackPanel<kPanelU2>;
@@ -79,11 +79,11 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack_panel[kPanelWords] = &PackPanel<kPanelWords>;
   table.pack_panel[kPanelHalfWords] = &PackPanel<kPanelHalfWords>;
   table.pack_panel[kPanelFloats] = &PackPanel<kPanelFloats>;
-  table.pack_sides[kSideBytes] = &PackSides<kSideBytes>;
-  table.pack_sides[kSideWords] = &PackSides<kSideWords>;
-  table.pack_sides[kSideFloats] = &PackSides<kSideFloats>;
-  table.pack_sides[kSideBf16ToFloat] = &PackSides<kSideBf16ToFloat>;
-  table.pack_sides[kSideF16ToFloat] = &PackSides<kSideF16ToFloat>;
+  table.pack_params[kParamBytes] = &PackParams<kParamBytes>;
+  table.pack_params[kParamWords] = &PackParams<kParamWords>;
+  table.pack_params[kParamFloats] = &PackParams<kParamFloats>;
+  table.pack_params[kParamBf16ToFloat] = &PackParams<kParamBf16ToFloat>;
+  table.pack_params[kParamF16ToFloat] = &PackParams<kParamF16ToFloat>;
   table.multiply_e2m1 = &MultiplyCodes<4>;
   table.multiply_e4m3 = &MultiplyCodes<8>;
   return table;

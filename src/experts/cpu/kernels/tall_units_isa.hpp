@@ -19,7 +19,8 @@ constexpr int kTallTokens = 4 / Planes(kKind);
 template <TileKind kKind>
 constexpr int kFewerTokens = kTallTokens<kKind> - 1;
 
-/// Tokens of a wide pass: 16 sums of integers, and most of those of floats in L1 (TileView::wide_slabs).
+/// Tokens of a wide pass: 16 sums of integers, and most of those of floats in L1
+/// (TileView::TallTile::wide_slabs).
 template <TileKind kKind>
 constexpr int kWideTokens = 2 * kTallTokens<kKind>;
 
@@ -36,8 +37,8 @@ constexpr int64_t NumPasses(int tokens) {
 }
 
 /// A unit of two stripes as the panel holds it, decoded in registers. kHasZeros: whether integers in groups
-/// have zero points. Asked for in the loop instead, with sums that start at a correction or at zero, that
-/// took 3 of 83 cycles a unit.
+/// have zero points. A branch in the loop instead, with sums that start at a correction or at zero, took 3 of
+/// 83 cycles a unit.
 template <WeightKernel kWeight, bool kHasZeros>
 struct PackedPair {
   using Panel = IntegerPanel<kWeight>;
@@ -46,7 +47,7 @@ struct PackedPair {
   static constexpr bool kMinima = kHasZeros && Panel::kSuper;  // in place of zero points
 
   const uint8_t* codes;
-  Sides sides;
+  QuantParams params;
   int64_t stride;  ///< from the first stripe to the second
   typename Panel::Table table;
 
@@ -54,9 +55,9 @@ struct PackedPair {
   FMOE_INLINE GroupScales TypeOf(GroupScales type) {
     return Panel::kSuper ? GroupScales{kRowF32, kHasZeros ? kZeroBytes : kZeroNone, 0} : type;
   }
-  FMOE_INLINE Sides SidesOf(const PackedPair& pair, int stripe, GroupScales type) {
+  FMOE_INLINE QuantParams ParamsOf(const PackedPair& pair, int stripe, GroupScales type) {
     const int64_t offset = stripe * pair.stride;
-    return {pair.sides.groups + offset, pair.sides.units + offset, type};
+    return {pair.params.groups + offset, pair.params.units + offset, type};
   }
 
   /// Eight k of a stripe as two vectors of bytes.
@@ -68,7 +69,7 @@ struct PackedPair {
   /// Scales of kCount groups and both stripes, with one branch for their type.
   template <int kCount>
   FMOE_NESTED void LoadScales(const PackedPair& pair, int group, Floats (*out)[2]) {
-    const GroupScales type = pair.sides.type;
+    const GroupScales type = pair.params.type;
     if (Panel::kSuper) {
       LoadOfType<kCount, false>(pair, TypeOf(type), group, out);
     } else if (!Panel::kGrouped || type.type == kRowBf16) {
@@ -82,7 +83,7 @@ struct PackedPair {
   /// The same of zero points.
   template <int kCount>
   FMOE_NESTED void LoadZeros(const PackedPair& pair, int group, Floats (*out)[2]) {
-    const GroupScales type = pair.sides.type;
+    const GroupScales type = pair.params.type;
     if (Panel::kSuper) {
       LoadOfType<kCount, true>(pair, TypeOf(type), group, out);
     } else if (type.zeros == kZeroBytes) {
@@ -97,11 +98,11 @@ struct PackedPair {
   template <int kCount, bool kOfZeros>
   FMOE_NESTED void LoadOfType(const PackedPair& pair, GroupScales type, int group, Floats (*out)[2]) {
     Unroll<2 * kCount>([&](int i) FMOE_FLAT {
-      const Sides sides = SidesOf(pair, i % 2, type);
+      const QuantParams params = ParamsOf(pair, i % 2, type);
       if constexpr (kOfZeros) {
-        out[i / 2][i % 2] = LoadGroupZero<kWeight>(sides, group + i / 2, 0);
+        out[i / 2][i % 2] = LoadGroupZero<kWeight>(params, group + i / 2, 0);
       } else {
-        out[i / 2][i % 2] = LoadGroupScale<kWeight>(sides, group + i / 2, 0);
+        out[i / 2][i % 2] = LoadGroupScale<kWeight>(params, group + i / 2, 0);
       }
     });
   }
@@ -164,7 +165,7 @@ struct TallTokens {
     TallTokens at;
     Unroll<kTokens>([&](int t) FMOE_FLAT {
       const int token = first + t < tile.tokens ? first + t : tile.tokens - 1;
-      at.rows[t] = (const char*)tile.rows[token];
+      at.rows[t] = (const char*)tile.tall_tile.rows[token];
     });
     at.words = 0;
     at.correction = units * (64 * Planes(kKind));
@@ -188,8 +189,9 @@ struct TallTokens {
   }
 };
 
-/// Words of a wide pass that `vpdpbusd` reads from memory by itself, once for each stripe: of every second
-/// token. With fewer there are more instructions, with more there is nothing but loads.
+/// Words of a wide pass that are broadcast memory operands of `vpdpbusd`, read once for each stripe, instead
+/// of being broadcast into a register first: those of every second token. With fewer there are more
+/// instructions, with more the load ports are the limit.
 template <TileKind kKind, int kTokens>
 constexpr bool DotsMemory(int token) {
   return kTokens > kTallTokens<kKind> && token % 2 == 0;

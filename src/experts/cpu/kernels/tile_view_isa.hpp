@@ -36,9 +36,8 @@ enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
 enum ZeroType : int { kZeroNone, kZeroBytes, kZeroFloats };
 
 /// What stands behind the codes of integers in groups (weights/panel.hpp): sixteen scales in the type that
-/// the checkpoint has, and sixteen zero points, or none. Short tiles ask for it a group at a time, by a
-/// branch that always goes the same way, instead of a kernel for each of seven; tall ones for the type of
-/// scales a unit at a time.
+/// the checkpoint has, and sixteen zero points, or none. There is no kernel for each of seven combinations:
+/// short tiles branch on it for each group, always the same way, tall ones on the type of scales once a unit.
 struct GroupScales {
   RowType type;
   ZeroType zeros;
@@ -56,7 +55,7 @@ static constexpr int GroupBytes(GroupScales scales) {
 /// Tiles and stripes of a call, at most (CpuPlan::batch_tiles). Tall tiles have kMaxHeight.
 constexpr int kBatchTiles = 16;
 constexpr int kBatchStripes = 4;
-/// Of TileView::slab_tiles: never.
+/// Of TileView::TallTile::slab_tiles: never.
 constexpr int kNoSlabs = kBatchTiles + 1;
 
 /// Activations of up to kMaxHeight tokens in the order in which the kernels broadcast them:
@@ -67,34 +66,45 @@ constexpr int kNoSlabs = kBatchTiles + 1;
 ///              correction[k/group of the weights][which][token]         see CorrectionOf
 ///                  kTileA24: which = 0 for the lower planes, 1 for the highest; else there is one
 ///   but kTileF32   scale[k/64][token], kTileA4 and kTileMx: scale[k/weight group][token]
+///
+/// No default member initializers: they would fill whole arrays of views on the stack (TileViews) that are
+/// filled again, and make a constructor.
 struct TileView {
   void* codes;
   int32_t* correction;
   float* scale;
   int tokens;  ///< the first ones of them that exist; others may be left out
-  /// Short tiles: how far ahead of the stripe's blocks lines are asked for, in bytes.
-  int64_t prefetch;
-  /// Not 0: they are asked for twice, first into L2 and so far ahead, by kernels that can
-  /// (KernelTable::asks_twice), and 8-bit floats in fp32 go through L1 (dot_staged_isa.hpp).
-  int64_t prefetch_far;
-  /// Where the weights end that a task reads in one piece, and how far behind it reads on: lines that stand
-  /// beyond the end are asked for there (dot_prefetch_isa.hpp).
-  const uint8_t* stretch_end;
-  int64_t stretch_jump;
+
+  /// Of tiles of one and two tokens, and others without a BatchKernel: each stripe is read for one tile.
+  struct ShortTile {
+    int64_t prefetch;  ///< how far ahead of the stripe's blocks lines are prefetched, in bytes
+    /// Not 0: twice, first into L2 from so far ahead, by kernels that can (KernelTable::prefetches_twice),
+    /// and 8-bit floats in fp32 are decoded through L1 (dot_staged_isa.hpp).
+    int64_t prefetch_far;
+    /// Where the task's range of weights ends, and from there to the next one that it reads: lines beyond the
+    /// end are prefetched there (dot_prefetch_isa.hpp).
+    const uint8_t* range_end;
+    int64_t range_jump;
+    /// The tile that the next stripe meets, where stripes of gate and up alternate and each has its own;
+    /// null: this one.
+    const TileView* next_stripe_tile;
+  } short_tile;
+
   GroupScales group_scales;  ///< of the weights, where they are integers in groups
-  /// Short tiles: the tile that the next stripe meets, where stripes meet two in turns; null: this one.
-  const struct TileView* turn;
-  /// Tall tiles of integers: tiles of one token each, wherever they stand, instead of the pointers above.
-  void* const* rows;
-  /// Tall tiles: what to ask for while this one is multiplied.
-  const uint8_t* next;
-  int64_t next_bytes;
-  bool next_into_l2;
-  /// Whether weights that are decoded once meet all eight tokens of a tile at a time, or four of 15 bits,
-  /// instead of half of that (dot_tall_isa.hpp).
-  bool wide_slabs;
-  /// Tall tiles from which on weights are decoded once for all of them.
-  int slab_tiles;
+
+  /// Of tiles of kMaxHeight for a BatchKernel, which meet the same stripes one after the other.
+  struct TallTile {
+    /// Of integers: tiles of one token each, wherever they stand, instead of the pointers above.
+    void* const* rows;
+    const uint8_t* next;  ///< what to prefetch while this one is multiplied
+    int64_t next_bytes;
+    bool next_into_l2;
+    /// Whether weights that are decoded once meet all eight tokens of a tile at a time, or four of 15 bits,
+    /// instead of half of that (dot_tall_isa.hpp).
+    bool wide_slabs;
+    /// The number of tiles from which on weights are decoded once for all of them.
+    int slab_tiles;
+  } tall_tile;
 };
 
 /// Tiles of fp32 (dot_float_isa.hpp).
@@ -162,8 +172,8 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
          padded_k / ActivationGroup(kernel, kind) * 4;
 }
 
-/// Field by field: a TileView that is returned and copied waits for its own stores, 4 % of prefill with 16
-/// tokens an expert.
+/// Field by field: the copy of a TileView that was just built loads more bytes at a time than were stored, so
+/// that stores do not forward to it: 4 % of prefill with 16 tokens an expert.
 static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, TileKind kind,
                              int64_t padded_k, int height) {
   view->codes = memory;
@@ -179,7 +189,8 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, kZeroNone, 0}, 0, 0, 0, 0, false, false, kNoSlabs};
+  TileView view = {};
+  view.tall_tile.slab_tiles = kNoSlabs;
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }

@@ -4,13 +4,15 @@
 /// Own types, because a template of the standard library would be a weak symbol of an instruction-set file.
 #ifndef FMOE_INLINE  // portable code says its own (tiles_emulated.cpp)
 #define FMOE_INLINE static inline __attribute__((always_inline))
-/// Behind the parameters of every lambda that touches arrays of vectors: one that is called instead of
-/// inlined takes them by address, and registers become memory (measured: a tenth of the speed).
+/// always_inline for a lambda, behind its parameters: every one that touches arrays of vectors. One that is
+/// called takes them by address, and registers become memory (measured: a tenth of the speed).
 #define FMOE_FLAT __attribute__((always_inline))
-/// A function that everything below it is inlined into at once, and the larger pieces of it: inlined one into
-/// the other, each of them is copied and optimized once for every level above it, which was two thirds of the
-/// time that GCC 12 took. What they share goes by reference: closures between them would stay in memory.
-#ifdef __clang__  // flattens one level
+/// FMOE_KERNEL: a function that stays one, into which GCC inlines the whole tree of calls below it (flatten).
+/// FMOE_NESTED: a larger function of that tree, which only flatten inlines. Marked always_inline, it would be
+/// inlined into each caller on the way up, and copied and optimized again at every level, which was two
+/// thirds of the time that GCC 12 took. Nested functions pass what they share by reference: captures of a
+/// closure would stay in memory. Clang's flatten inlines one level only: there nested ones are always_inline.
+#ifdef __clang__
 #define FMOE_KERNEL __attribute__((noinline))
 #define FMOE_NESTED FMOE_INLINE
 #else
@@ -38,10 +40,10 @@ struct Times<0, kIndices...> {
 };
 
 /// Unroll<kCount>(body): body(Index<0>{}), ..., body(Index<kCount - 1>{}). A body that takes an `int` is one
-/// function, whose copies see their index as a constant when they are inlined; one that takes `auto`, because
-/// it needs it where only constants may stand, is kCount functions, each with its own of all that is inside:
-/// with `auto` everywhere GCC 12 took twice as long. One call deep: with a function that makes the indices
-/// and one that takes them, a fifth of the time to compile went into copying bodies.
+/// function, whose index is a constant in each inlined copy. One that takes `auto`, which it needs where the
+/// index has to be a constant expression, is kCount instances with all that is inside them: with `auto`
+/// everywhere GCC 12 took twice as long. The call is one level deep (Times, instead of a function that
+/// expands an index sequence): with two a fifth of the time to compile went into copying bodies.
 template <int kCount>
 constexpr Times<kCount> Unroll = {};
 

@@ -21,7 +21,7 @@ struct DownFinish {
     const MatrixPanels& matrix = context.layer.expert(job->expert).down;
     const int64_t col = first_stripe * kPanelRows;
     const int64_t slot = job->first_slot - sums.first_slot;
-    to.add = {TileSides{job->scale, reinterpret_cast<const int32_t*>(job->sum)},
+    to.add = {TileParams{job->scale, reinterpret_cast<const int32_t*>(job->sum)},
               context.unit.RowScales(context.layer, job->expert, kDown) + col,
               matrix.bias == nullptr ? nullptr : matrix.bias + col,
               std::min<int64_t>(2, shape.stripes - first_stripe),
@@ -35,10 +35,10 @@ struct DownFinish {
 
 }  // namespace
 
-void DownJobs(const JobContext& context, const Crew& crew, const JobGroup& group) {
+void DownJobs(const JobContext& context, const Workers& workers, const JobGroup& group) {
   const MatrixUnit::Kernels& down = context.unit.gemms[kDown];
   const TileFinish finish = SlotsWait(context) ? down.table->put[down.sums] : down.table->add[down.sums];
-  ForJobStripes(context, crew, group, kDown, [&](const JobStripes& stripes, const JobScratch& scratch) {
+  ForJobStripes(context, workers, group, kDown, [&](const JobStripes& stripes, const JobScratch& scratch) {
     DownFinish of{context};
     MultiplyJobs(context, kDown, stripes, scratch, {&DownFinish::Begin, &of, finish, &of.add, 1});
   });

@@ -65,7 +65,7 @@ class DirectMid {
 struct GateUpFinish {
   const JobContext& context;
   TileJob job{}, down{};
-  TileSides sides{};
+  TileParams params{};
   int64_t stripe = 0, count = 0;     // of columns of the intermediate
   ActivateArguments arguments[2]{};  // of each
   TileSilu silu{};
@@ -76,7 +76,7 @@ struct GateUpFinish {
     const GemmShape& shape = context.layer.plan.gate_up;
     to.job = *job;
     to.down = context.run.jobs.list[kDown][job->index];
-    to.sides = {job->scale, reinterpret_cast<const int32_t*>(job->sum)};
+    to.params = {job->scale, reinterpret_cast<const int32_t*>(job->sum)};
     to.stripe = first_stripe / shape.parts;
     to.count = shape.parts == 2 ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
     if (context.unit.direct_mid) {
@@ -99,7 +99,7 @@ struct GateUpFinish {
     static constexpr float kZeros[2 * kPanelRows] = {};
     const float* biases = bias == nullptr ? kZeros : bias;
     const MidRows mid = MidRowsOf(context, job);
-    silu.sides = sides;
+    silu.params = params;
     silu.gate_scale = row_scale;
     silu.up_scale = row_scale + kPanelRows;
     silu.gate_bias = biases;
@@ -133,7 +133,7 @@ struct GateUpFinish {
     auto& to = *static_cast<GateUpFinish*>(self);
     const MatrixUnit& unit = to.context.unit;
     const MidRows mid = MidRowsOf(to.context, to.job);
-    unit.kernels->scale[unit.gemms[kGateUp].sums](&to.sides, first_token, tokens, first, second);
+    unit.kernels->scale[unit.gemms[kGateUp].sums](&to.params, first_token, tokens, first, second);
     alignas(64) float values[16 * kPanelRows];
     for (int64_t i = 0; i < to.count; ++i) {
       ActivateArguments& arguments = to.arguments[i];
@@ -155,11 +155,11 @@ struct GateUpFinish {
 
 }  // namespace
 
-void GateUpJobs(const JobContext& context, const Crew& crew, const JobGroup& group) {
+void GateUpJobs(const JobContext& context, const Workers& workers, const JobGroup& group) {
   const MatrixUnit& unit = context.unit;
   const bool silu = unit.silu != nullptr;
   const int64_t tokens = silu || (context.plan().codes && unit.direct_mid) ? kTickTokens : 1;
-  ForJobStripes(context, crew, group, kGateUp, [&](const JobStripes& stripes, const JobScratch& scratch) {
+  ForJobStripes(context, workers, group, kGateUp, [&](const JobStripes& stripes, const JobScratch& scratch) {
     GateUpFinish of{context};
     MultiplyJobs(context, kGateUp, stripes, scratch,
                  {&GateUpFinish::Begin, &of, silu ? unit.silu : &GateUpFinish::Finish,

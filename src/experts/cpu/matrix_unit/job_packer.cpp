@@ -42,7 +42,7 @@ class JobPacker {
     JobRow row{};
     row.token = reinterpret_cast<uint8_t*>(run_.jobs.token_rows) + number * gemm.row_bytes;
     row.step_bytes = 64;
-    row.scales = run_.jobs.token_sides + number * gemm.sides();
+    row.scales = run_.jobs.token_params + number * gemm.params();
     row.sums = row.scales + gemm.scales;
     row.stride = 1;
     PackSlot(context_.layer.expert(0).input[kGateInput], run_.numbers.slot_of[number], row, buffer);
@@ -103,12 +103,12 @@ class JobPacker {
     for (int64_t token = first; token < end; ++token) {
       const int64_t number = run_.numbers.Of(run_.slots, job.first_slot + token);
       rows[token - first] = reinterpret_cast<const uint8_t*>(run_.jobs.token_rows) + number * gemm.row_bytes;
-      const float* sides = run_.jobs.token_sides + number * gemm.sides();
+      const float* params = run_.jobs.token_params + number * gemm.params();
       for (int64_t g = 0; context_.plan().codes && g < gemm.scales; ++g) {
-        const_cast<float*>(job.scale)[g * job.rows + token] = sides[g];
+        const_cast<float*>(job.scale)[g * job.rows + token] = params[g];
       }
       for (int64_t g = 0; g < gemm.sums; ++g) {
-        const_cast<float*>(job.sum)[g * job.rows + token] = sides[gemm.scales + g];
+        const_cast<float*>(job.sum)[g * job.rows + token] = params[gemm.scales + g];
       }
     }
     uint8_t* tile = const_cast<uint8_t*>(job.tokens) + TileTokenOffset(gemm.row_bytes, job.num_tokens, first);
@@ -124,7 +124,7 @@ class JobPacker {
 
 }  // namespace
 
-void PackJobTokens(const JobContext& context, const Crew& crew) {
+void PackJobTokens(const JobContext& context, const Workers& workers) {
   if (!context.unit.shared_rows) {
     return;
   }
@@ -135,16 +135,16 @@ void PackJobTokens(const JobContext& context, const Crew& crew) {
     run.numbers.Note(run.slots, job.first_slot, job.num_tokens);
   }
   const int64_t count = run.numbers.Assign(run.slots);
-  const int64_t tasks = std::min(kTasksPerThread * crew.threads(), count);
+  const int64_t tasks = std::min(kTasksPerThread * workers.threads(), count);
   const JobPacker packer(context, kGateUp);
-  crew.ForEach(tasks, [&](int64_t task, const JobScratch& scratch) {
+  workers.ForEach(tasks, [&](int64_t task, const JobScratch& scratch) {
     for (int64_t number = count * task / tasks; number < count * (task + 1) / tasks; ++number) {
       packer.PackToken(number, scratch.rows());
     }
   });
 }
 
-void PackJobs(const JobContext& context, const Crew& crew, const JobGroup& group, Gemm gemm) {
+void PackJobs(const JobContext& context, const Workers& workers, const JobGroup& group, Gemm gemm) {
   if (gemm == kDown && context.unit.direct_mid) {
     return;
   }
@@ -153,9 +153,9 @@ void PackJobs(const JobContext& context, const Crew& crew, const JobGroup& group
   for (int64_t i = 0; i < group.count(); ++i) {
     tiles += TilesOf(jobs[i]);
   }
-  const int64_t tasks = std::min(kTasksPerThread * crew.threads(), tiles);
+  const int64_t tasks = std::min(kTasksPerThread * workers.threads(), tiles);
   const JobPacker packer(context, gemm);
-  crew.ForEach(tasks, [&](int64_t task, const JobScratch& scratch) {
+  workers.ForEach(tasks, [&](int64_t task, const JobScratch& scratch) {
     packer.PackTiles(jobs, tiles * task / tasks, tiles * (task + 1) / tasks, scratch.rows());
   });
 }

@@ -97,8 +97,8 @@ void CutJobs(const JobContext& context) {
 
 void PlaceJobs(const JobContext& context, const JobGroup& group, int64_t row) {
   const PieceJobs& jobs = context.run.jobs;
-  // Behind rows in fp32 the tokens of the first GEMM have done their work when those of the second come: in
-  // their place these find lines that are in L2.
+  // If the intermediate is stored as fp32 rows, the packed input of GEMM 1 is dead once GEMM 2 is packed:
+  // reuse its memory, which is still in L2.
   const int64_t first_bytes = context.gemm(kGateUp).row_bytes, second_bytes = context.gemm(kDown).row_bytes;
   const bool reuse = !context.unit.direct_mid && second_bytes <= first_bytes;
   for (int64_t index = group.begin; index < group.end; ++index) {
@@ -107,9 +107,9 @@ void PlaceJobs(const JobContext& context, const JobGroup& group, int64_t row) {
     for (const Gemm gemm : {kGateUp, kDown}) {
       TileJob& job = jobs.list[gemm][index];
       job.tokens = reinterpret_cast<const uint8_t*>(gemm == kDown ? second : first);
-      const float* sides = jobs.sides[gemm] + row * context.gemm(gemm).sides();
-      job.scale = context.plan().codes ? sides : nullptr;
-      job.sum = sides + context.gemm(gemm).scales * job.rows;
+      const float* params = jobs.params[gemm] + row * context.gemm(gemm).params();
+      job.scale = context.plan().codes ? params : nullptr;
+      job.sum = params + context.gemm(gemm).scales * job.rows;
       // Rows that a group before wrote are still in L2.
       job.mid_row = NeedsDynamicTensorScale(context.layer.activation) ? job.first_slot : row;
     }

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "experts/cpu/cpu_plan.hpp"
-#include "experts/cpu/matrix_unit/crew.hpp"
+#include "experts/cpu/matrix_unit/workers.hpp"
 
 namespace fusedmoe::cpu {
 
@@ -37,10 +37,10 @@ struct PieceJobs {
   JobGroup* groups = nullptr;
   int64_t num_groups = 0;
   std::byte* tokens[kNumGemms] = {};  ///< as the tiles of the unit hold them
-  float* sides[kNumGemms] = {};       ///< their scales and sums
+  float* params[kNumGemms] = {};      ///< their scales and sums
   // Tokens of several experts that are packed once, by their numbers (TokenNumbers).
   std::byte* token_rows = nullptr;
-  float* token_sides = nullptr;
+  float* token_params = nullptr;
   SlotSumRows sums;
   ScratchPool scratch;
 };

@@ -18,7 +18,7 @@ struct MatrixUnitGemm {
   int64_t row_bytes = 0;  ///< of a packed token
   /// Floats that stand beside it: its scales, and behind them sums of its values or codes.
   int64_t scales = 0, sums = 0;
-  int64_t sides() const { return scales + sums; }
+  int64_t params() const { return scales + sums; }
 };
 
 /// The matrix unit's part of a plan: experts with enough tokens, whose tokens are cut into jobs.

@@ -10,13 +10,13 @@ namespace fusedmoe::cpu {
 namespace {
 
 /// A group from hidden states to results. Its packed tokens stand from row `row` on.
-void RunGroup(const JobContext& context, const Crew& crew, const JobGroup& group, int64_t row) {
+void RunGroup(const JobContext& context, const Workers& workers, const JobGroup& group, int64_t row) {
   PlaceJobs(context, group, row);
-  PackJobs(context, crew, group, kGateUp);
-  GateUpJobs(context, crew, group);
+  PackJobs(context, workers, group, kGateUp);
+  GateUpJobs(context, workers, group);
   SetBatchScale(context.layer, kDown, context.run);  // where there is one, all jobs are in one group
-  PackJobs(context, crew, group, kDown);
-  DownJobs(context, crew, group);
+  PackJobs(context, workers, group, kDown);
+  DownJobs(context, workers, group);
   StoreOutputsOf(context, group);
 }
 
@@ -24,7 +24,7 @@ void RunGroup(const JobContext& context, const Crew& crew, const JobGroup& group
 void RunAlone(const JobContext& context) {
   PieceJobs& jobs = context.run.jobs;
   const JobScratch own(jobs.scratch);
-  const Crew one(*context.run.executor, jobs.scratch, own);
+  const Workers one(*context.run.executor, jobs.scratch, own);
   PackJobTokens(context, one);
   BeginOutputs(context);
   for (int64_t i = 0; i < jobs.num_groups; ++i) {
@@ -46,7 +46,7 @@ void RunGroupsApart(const JobContext& context, JobGroup* groups, int64_t count) 
     const JobScratch own(pool);
     for (int64_t i = 0; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
       const int64_t row = reused ? own.index() * groups[0].rows : groups[i].first_row;
-      RunGroup(context, Crew(executor, pool, own), groups[i], row);
+      RunGroup(context, Workers(executor, pool, own), groups[i], row);
     }
   });
 }
@@ -82,7 +82,7 @@ void RunJobs(const JobContext& context) {
     return;
   }
   const int64_t threads = context.run.executor->num_threads;
-  const Crew all(*context.run.executor, jobs.scratch);
+  const Workers all(*context.run.executor, jobs.scratch);
   PackJobTokens(context, all);
   for (int64_t begin = 0, end = 0; begin < jobs.num_groups; begin = end) {
     end = PlaceSlotSums(context, begin);

@@ -37,7 +37,7 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   template <int kUnit>
   FMOE_NESTED void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int index,
                         uint8_t* tiles) {
-    // The stripes take turns after every four units.
+    // The stripes alternate after every four units.
     constexpr int kGroupUnits = kCodeTraits[kWeight].group == 16 ? 2 : 4;
     if constexpr (kUnit % kGroupUnits == 0) {
       const int group =
@@ -78,14 +78,14 @@ struct TileDecoder<kWeight, kRoundedInF32> {
       return ByteReals<kByte>(x);
     }
   }
-  /// `sides`: of the block; the group stands `offset` bytes behind.
-  FMOE_INLINE void LoadGroup(TileDecoder& d, const uint8_t* sides, int64_t offset) {
-    const uint8_t* at = sides + offset;
+  /// `params`: of the block; the group stands `offset` bytes behind.
+  FMOE_INLINE void LoadGroup(TileDecoder& d, const uint8_t* params, int64_t offset) {
+    const uint8_t* at = params + offset;
     if constexpr (Panel::kSuper) {
-      d.scale = MultiplyReals(LoadSignedByteReals(at), LoadF16Reals(sides));
+      d.scale = MultiplyReals(LoadSignedByteReals(at), LoadF16Reals(params));
       d.minimum = d.type.zeros == kZeroNone
                       ? MultiplyReals(d.scale, SetReals(kMiddle))
-                      : MultiplyReals(LoadSignedByteReals(at + 16), LoadF16Reals(sides + 32));
+                      : MultiplyReals(LoadSignedByteReals(at + 16), LoadF16Reals(params + 32));
     } else {
       Reals zero;
       LoadScaleAndZero(at, d.type, kMiddle, &d.scale, &zero);

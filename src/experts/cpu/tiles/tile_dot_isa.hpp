@@ -23,9 +23,10 @@
 ///
 /// Sums pass through memory between K blocks, which costs most of what the unit is short of its peak. Two
 /// things make it less: blocks of tokens are taken forwards in one K block and backwards in the next, so that
-/// the sums of the block at the turn stay where they are; and sums change places inside the first step of a
-/// pass, a tile right before its product, so that three products are between the last of the sums before and
-/// the first of the new ones (before the step instead, the unit stood still for 40 cycles more each time):
+/// the sums of the block at the end stay in the tile registers; and sums are stored and loaded inside the
+/// first step of a pass, a tile right before its product, so that three products are between the last of the
+/// sums before and the first of the new ones (before the step instead, the unit stood still for 40 cycles
+/// more each time):
 ///
 ///   last step                         first step of the next pass
 ///   dot 0   dot 1   dot 2   dot 3     store 0, load 0, dot 0   store 1, load 1, dot 1   ...
@@ -186,7 +187,7 @@ struct TileEngine {
     if constexpr (kParts > 0) {
       constexpr int kStepsPerFeed = 16 / kParts;
       for (; step + kStepsPerFeed <= pass.steps && f.due > 0; step += kStepsPerFeed) {
-        // Whether sums change is asked for: a first step apart was a quarter of all code.
+        // A branch on whether sums change: a first step of its own was a quarter of all code.
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           using Work = Places<kTokenTiles, i * kParts, kParts, i % Spread::kSteps>;
           Unit::template Step<kTokenTiles, Work>(tiles, Steps::Take(steps), i == 0 && first, change, f, d,
@@ -256,7 +257,7 @@ struct TileEngine {
   // ---------------------------------------------------------------------------------------- results
 
   /// Where the sums of a step's pair belong. Those of the pair before are being finished meanwhile, so that
-  /// pairs take turns in two places; where K blocks are the outer loop, each pair of a chunk has its own.
+  /// pairs alternate between two places; where K blocks are the outer loop, each pair of a chunk has its own.
   float* ResultsOf(const TileCursor& c) {
     const bool in_chunks = c.chunk_pairs > 1;
     if (c.k_block == 0 && c.pair == c.chunk) {

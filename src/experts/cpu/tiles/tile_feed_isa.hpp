@@ -16,9 +16,10 @@
 ///   decodes | 4     5          | 0'   |    1'    2'   3' | 4'    5'         |
 ///                                          '----> into the places of 0, 1
 ///
-/// Decoded rows are stored in the order in which tiles will be read, since loads that agree with a recent
-/// store in their low 12 bits wait for it. BF16 panels, and int8 panels without groups, are tiles as they
-/// stand: nothing is decoded, and a step only asks for the weights of the next one.
+/// Decoded rows are stored in the order in which tiles will be read, since loads whose addresses agree
+/// with a recent store in their low 12 bits wait for it (4K aliasing). BF16 panels, and int8 panels without
+/// groups, are tiles as they stand: nothing is decoded, and a step only prefetches the weights of the next
+/// one.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -35,8 +36,9 @@ struct TileFeed {
   const uint8_t* scales[2];  // kScalesApart: of the unit
 };
 
-/// Field by field: a copy in one piece reads with one load what several stores wrote, and such a load waits
-/// until everything before it is in the cache, sums that are not multiplied yet included.
+/// Field by field: a copy in one piece reads with one load what several stores wrote. Stores do not forward
+/// to such a load: it waits until everything before it is in the cache, sums that are not multiplied yet
+/// included.
 template <typename Shape>
 FMOE_INLINE void CopyFeed(const TileFeed<Shape>& from, TileFeed<Shape>& to) {
   to.codes[0] = from.codes[0];
@@ -109,8 +111,8 @@ struct TileFeeder {
   }
 
   /// One sixteenth of the work on a unit: 8 k of one stripe, in the order of the tiles. Not FMOE_NESTED:
-  /// where nothing is decoded it only asks for lines, which GCC 12 takes for nothing at all, and drops calls
-  /// of it.
+  /// where nothing is decoded it only prefetches, which GCC 12 takes for a function without effects, and
+  /// drops calls of it.
   template <int kPart>
   FMOE_INLINE void Part(const Feed& f, Decoder& d) {
     constexpr int kStripe = Shape::kBytes ? kPart / 8 : kPart / 4 % 2;

@@ -14,41 +14,41 @@ namespace {
 
 /// What the sums of a token lack, read once: the compiler cannot tell that storing results leaves it alone.
 template <TileSums kSums>
-struct TokenSide {
+struct TokenParams {
   Reals scale;
   Words correction;
 
-  FMOE_INLINE TokenSide Of(const TileSides& sides, int64_t token) {
-    TokenSide side;
+  FMOE_INLINE TokenParams Of(const TileParams& params, int64_t token) {
+    TokenParams own;
     if constexpr (kSums != kPlainSums) {
-      side.scale = SetReals(sides.scale[token]);
+      own.scale = SetReals(params.scale[token]);
     }
     if constexpr (kSums == kIntegerSums) {
-      side.correction = SpreadInteger(sides.correction + token);
+      own.correction = SpreadInteger(params.correction + token);
     }
-    return side;
+    return own;
   }
 };
 
 /// The sums of a token with 16 rows, as fp32, with its own scale.
 template <TileSums kSums>
-FMOE_INLINE Reals SumsOf(const TokenSide<kSums>& side, const float* sums) {
+FMOE_INLINE Reals SumsOf(const TokenParams<kSums>& own, const float* sums) {
   if constexpr (kSums == kPlainSums) {
     return LoadReals(sums);
   } else if constexpr (kSums == kScaledSums) {
-    return MultiplyReals(LoadReals(sums), side.scale);
+    return MultiplyReals(LoadReals(sums), own.scale);
   } else {
-    return MultiplyReals(IntegersToReals(sums, side.correction), side.scale);
+    return MultiplyReals(IntegersToReals(sums, own.correction), own.scale);
   }
 }
 
 /// In place, for activations that are left to the vector kernels.
 template <TileSums kSums>
-void ScaleSums(const TileSides* sides, int64_t first_token, int64_t count, float* first, float* second) {
+void ScaleSums(const TileParams* params, int64_t first_token, int64_t count, float* first, float* second) {
   for (int64_t i = 0; kSums != kPlainSums && i < count; ++i) {
-    const TokenSide<kSums> side = TokenSide<kSums>::Of(*sides, first_token + i);
-    StoreReals(first + i * 16, SumsOf<kSums>(side, first + i * 16));
-    StoreReals(second + i * 16, SumsOf<kSums>(side, second + i * 16));
+    const TokenParams<kSums> own = TokenParams<kSums>::Of(*params, first_token + i);
+    StoreReals(first + i * 16, SumsOf<kSums>(own, first + i * 16));
+    StoreReals(second + i * 16, SumsOf<kSums>(own, second + i * 16));
   }
 }
 
@@ -58,7 +58,7 @@ void ScaleSums(const TileSides* sides, int64_t first_token, int64_t count, float
 template <TileSums kSums>
 struct RowFinisher {
   Reals scale[2], bias[2];
-  TileSides sides;
+  TileParams params;
   float* rows;
   int64_t stride;
   const int32_t* places;
@@ -74,7 +74,7 @@ struct RowFinisher {
     f.scale[1] = LoadReals(a.scale + (f.two ? 16 : 0));
     f.bias[0] = a.bias == nullptr ? none : LoadReals(a.bias);
     f.bias[1] = a.bias == nullptr || !f.two ? none : LoadReals(a.bias + 16);
-    f.sides = a.sides;
+    f.params = a.params;
     f.rows = a.rows;
     f.stride = a.stride;
     f.places = a.places;
@@ -88,9 +88,9 @@ struct RowFinisher {
     float* const row = f.rows + (kPut ? token * kPutColumns : f.places[token] * f.stride);
     const Reals weight = SetReals(kPut ? 1.0F : f.weights[token]);
     const bool fresh = !kPut && f.ends[token].first;
-    const TokenSide<kSums> side = TokenSide<kSums>::Of(f.sides, token);
+    const TokenParams<kSums> own = TokenParams<kSums>::Of(f.params, token);
     const auto finish = [&](int half, const float* sums) FMOE_FLAT {
-      const Reals x = MultiplyAddReals(SumsOf<kSums>(side, sums), f.scale[half], f.bias[half]);
+      const Reals x = MultiplyAddReals(SumsOf<kSums>(own, sums), f.scale[half], f.bias[half]);
       float* to = row + half * 16;
       if constexpr (kPut) {
         StoreReals(to, x);
@@ -188,9 +188,9 @@ FMOE_INLINE Reals OnePlusExpOfNegative(Reals x) {
 ///   tick 4   | sums -> gate, up, 1 + e^-gate | -> silu * up | -> scales of groups | -> codes |
 ///   tokens   | 16-19                         | 12-15        | 8-11                | 4-7      |
 ///
-/// What the processor has ahead of its oldest instruction is two or three steps of the matrix unit, some 150
-/// cycles. All of it one after the other takes 150 (bf16) to 400 (NVFP4), and the unit would stand still for
-/// the rest of every piece; no stage takes more than 90. Each is so many tokens behind the one before
+/// Out-of-order execution reaches two or three steps of the matrix unit ahead of the oldest instruction, some
+/// 150 cycles. All of it one after the other takes 150 (bf16) to 400 (NVFP4), and the unit would stand still
+/// for the rest of every piece; no stage takes more than 90. Each is so many tokens behind the one before
 /// (TileBatch), and the last tokens of a pair are followed by empty ticks.
 template <int kStages, typename Stages>
 FMOE_INLINE void Tick(TileSilu* a, int64_t first_token, int64_t tokens, const Stages& stages) {
@@ -230,17 +230,17 @@ struct SiluValues {
 template <TileSums kSums>
 struct Silu {
   Reals gate_scale, gate_bias, up_scale, up_bias;
-  TileSides sides;
+  TileParams params;
 
   FMOE_INLINE Silu Of(const TileSilu& a) {
     return {LoadReals(a.gate_scale), LoadReals(a.gate_bias), LoadReals(a.up_scale), LoadReals(a.up_bias),
-            a.sides};
+            a.params};
   }
   /// Without the divisor.
   FMOE_INLINE SiluValues Sums(const Silu& s, int64_t token, const float* gates, const float* ups) {
-    const TokenSide<kSums> side = TokenSide<kSums>::Of(s.sides, token);
-    const Reals gate = MultiplyAddReals(SumsOf<kSums>(side, gates), s.gate_scale, s.gate_bias);
-    return {gate, MultiplyAddReals(SumsOf<kSums>(side, ups), s.up_scale, s.up_bias), gate};
+    const TokenParams<kSums> own = TokenParams<kSums>::Of(s.params, token);
+    const Reals gate = MultiplyAddReals(SumsOf<kSums>(own, gates), s.gate_scale, s.gate_bias);
+    return {gate, MultiplyAddReals(SumsOf<kSums>(own, ups), s.up_scale, s.up_bias), gate};
   }
   FMOE_INLINE SiluValues Start(const Silu& s, int64_t token, const float* gates, const float* ups) {
     SiluValues values = Sums(s, token, gates, ups);

@@ -83,8 +83,8 @@ struct GroupPasses {
     }
   }
 
-  /// Where sums may go while those at `first` and `second` wait. By rows none wait, and two places take
-  /// turns, which leaves L1 to others.
+  /// Where sums may go while those at `first` and `second` wait. By rows none wait, and two places
+  /// alternate, which leaves L1 to others.
   FMOE_INLINE float* FreePlace(Engine& e, const float* first, const float* second) {
     float* place = e.group_sums;
     while (place == first || place == second) {

@@ -67,8 +67,8 @@ struct StatelessSpread : NoSpread {
   FMOE_INLINE void Save(const Spread&, void*) {}
 };
 
-/// What becomes of rows. Asked for each token, passes over tiles, which are long, are compiled once for both,
-/// and hold in registers what either needs.
+/// What becomes of rows. A branch for each token: passes over tiles, which are long, are compiled once for
+/// both, and hold in registers what either needs.
 enum RowUse { kAdds, kPuts, kAddsOrPuts };
 
 template <TileSums kSums, RowUse kUse>

@@ -60,7 +60,7 @@ struct TileJob {
   /// [scale group][rows]: factors of each token; null: one.
   const float* scale;
   /// [weight group][rows]: sums of the activations of the group, where weights have zero points; in int8 the
-  /// integers of TileSides::correction.
+  /// integers of TileParams::correction.
   const float* sum;
   int64_t num_tokens;
   int64_t rows;  ///< stride of the arrays above
@@ -119,7 +119,7 @@ typedef void (*TilePackRoundedKernel)(const TilePack* pack, const float* divisor
 typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift,
                                     int permuted);
 
-/// `units` times 64 codes of a token into int8 tiles, and TileSides::correction.
+/// `units` times 64 codes of a token into int8 tiles, and TileParams::correction.
 typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,
                                     int32_t* correction);
 
@@ -136,11 +136,11 @@ enum TileSums {
   kNumTileSums
 };
 /// Of the tokens of a job: their scales, and -128 times the sums of their codes.
-struct TileSides {
+struct TileParams {
   const float* scale;
   const int32_t* correction;
 };
-typedef void (*TileScaleKernel)(const TileSides* sides, int64_t first_token, int64_t count, float* first,
+typedef void (*TileScaleKernel)(const TileParams* params, int64_t first_token, int64_t count, float* first,
                                 float* second);
 
 /// What a slot is for the row that it is added to, where one thread adds them all.
@@ -152,13 +152,13 @@ struct SlotEnds {
 ///
 ///   rows + places[token] * stride   +=  weights[token] * (sum * scale + bias)
 ///
-/// Lines of the next 32 columns are asked for. TileFinish of TileKernels::put leaves the weight to
+/// Lines of the next 32 columns are prefetched. TileFinish of TileKernels::put leaves the weight to
 /// TileSlotSum, and the 32 columns of a token behind those of the token before:
 ///
 ///   rows + token * kPutColumns       =   sum * scale + bias
 constexpr int64_t kPutColumns = 32;
 struct TileAdd {
-  TileSides sides;
+  TileParams params;
   const float* scale;  ///< [32]
   const float* bias;   ///< or null
   int64_t stripes;     ///< 1 where the second does not exist
@@ -212,7 +212,7 @@ struct alignas(64) TileTrail {
 /// GEMM. silu and silu_nvfp4 write the tokens of a call with one of the next calls, those of the last call
 /// with it; silu_rows writes them at once.
 struct TileSilu {
-  TileSides sides;
+  TileParams params;
   const float *gate_scale, *up_scale;  ///< [16]
   const float *gate_bias, *up_bias;    ///< [16], maybe zeros
   int64_t k;                           ///< the first of the columns

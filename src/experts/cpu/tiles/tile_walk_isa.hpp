@@ -78,7 +78,7 @@ struct TileWalk {
     }
     c.job = job;
     c.blocks = TileBlocks(g.jobs[job].num_tokens);
-    const int64_t token_bytes = c.blocks * 16 * units * Shape::kUnitTileBytes / 16;
+    const int64_t token_bytes = c.blocks * units * Shape::kUnitTileBytes;
     c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max(kTileResultBytes / (c.blocks * 4096), 1);
     const int64_t most = Shape::kBlockUnits / Shape::kGranule;
     c.k_blocks = (Granules() + most - 1) / most;

@@ -6,10 +6,10 @@ namespace {
 
 /// Experts with so many tokens on average or fewer are read, not computed.
 constexpr int64_t kStreamTokens = 4;
-/// Where experts are read, a thread's share of one is not cut into shorter pieces than that: hardware reads
-/// some 8 KB beyond the end of each. Qwen3-30B-A3B, NVFP4, one token, two threads: pieces of 110 KB read 6 %
-/// slower than such of 440 KB, of 220 KB 3 %.
-constexpr int64_t kLeastStretch = 512 << 10;
+/// Where experts are read, a thread's share of one is not cut into shorter ranges than that: hardware
+/// prefetchers read some 8 KB beyond the end of each. Qwen3-30B-A3B, NVFP4, one token, two threads: ranges of
+/// 110 KB read 6 % slower than such of 440 KB, of 220 KB 3 %.
+constexpr int64_t kLeastRange = 512 << 10;
 
 /// Stripes [first, end) of all experts, which are columns of the output: from zero to the caller's dtype.
 class DownColumns {
@@ -37,19 +37,19 @@ class DownColumns {
   void AddBatch(const TileRange& batch) const {
     const MatrixPanels& matrix = gemm_.MatrixOf(batch);
     const MatrixPanels* next = gemm_.MatrixBehind(batch);
-    const Stretch stretch{matrix.stripes + end_ * shape_.stripe_bytes,
-                          next == nullptr ? nullptr : next->stripes + first_ * shape_.stripe_bytes};
+    const WeightRange weight_range{matrix.stripes + end_ * shape_.stripe_bytes,
+                                   next == nullptr ? nullptr : next->stripes + first_ * shape_.stripe_bytes};
     const int64_t step = gemm_.StripesAtOnce(batch);
     alignas(64) float dots[kMostSums];
-    TileViews views(gemm_, batch, stretch);
+    TileViews views(gemm_, batch, weight_range);
     for (int64_t stripe = first_; stripe < end_; stripe += step) {
       const int64_t count = std::min(step, end_ - stripe);
       if (stripe + step >= end_ && next != nullptr) {
-        PrefetchSides(*next, first_, step);
+        PrefetchRowScales(*next, first_, step);
       }
-      PrefetchSides(matrix, stripe + step, step);
+      PrefetchRowScales(matrix, stripe + step, step);
       const uint8_t* weights = matrix.stripes + stripe * shape_.stripe_bytes;
-      views.AskBehind(weights + count * shape_.stripe_bytes);
+      views.SetNext(weights + count * shape_.stripe_bytes);
       for (int64_t index = batch.begin, taken = 0; index < batch.end; index += taken) {
         taken = gemm_.TilesAtOnce(index, batch.end);
         const Tile* tiles = run_.tiles.list + index;
@@ -94,7 +94,7 @@ int64_t DownRanges(const GemmShape& shape, const Run& run) {
     return 1;
   }
   const bool read = run.tiles.count > 0 && run.tiles.num_slots <= kStreamTokens * run.tiles.num_experts;
-  const int64_t pieces = shape.expert_bytes() / threads / kLeastStretch;
+  const int64_t pieces = shape.expert_bytes() / threads / kLeastRange;
   const int64_t ranges = read ? std::clamp<int64_t>(pieces, 1, kGemmTasksPerThread) : kGemmTasksPerThread;
   return std::min(CeilDiv(shape.stripes, 2), threads * ranges);
 }

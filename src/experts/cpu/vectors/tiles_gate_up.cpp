@@ -29,8 +29,8 @@ class GateUpTasks {
 ///   ranges: as few as keep each task within its part of a thread's fair share, also that of a long batch
 ///   where many tokens choose one expert; up to twice as many if that fills the last round better.
 ///
-/// Few, because a range costs as much as another pair of stripes: hardware reads some 8 KB beyond its end,
-/// and with its first stripes the tokens come into L1 and L2.
+/// Few, because a range costs as much as another pair of stripes: hardware prefetchers read some 8 KB beyond
+/// its end, and with its first stripes the tokens come into L1 and L2.
 GateUpTasks::GateUpTasks(const CpuLayer& layer, const Run& run)
     : layer_(layer), run_(run), gemm_(layer, run, kGateUp), shape_(gemm_.shape()) {
   int64_t largest = 0;
@@ -63,13 +63,13 @@ void GateUpTasks::RunTask(int64_t task) const {
     batch = gemm_.BatchFrom(batch.end);
   }
   const MatrixPanels* next = gemm_.MatrixBehind(batch);
-  const Stretch stretch{gemm_.MatrixOf(batch).stripes + end * gemm_.position_bytes(),
-                        next == nullptr ? nullptr : next->stripes + first * gemm_.position_bytes()};
+  const WeightRange weight_range{gemm_.MatrixOf(batch).stripes + end * gemm_.position_bytes(),
+                                 next == nullptr ? nullptr : next->stripes + first * gemm_.position_bytes()};
   const int64_t step = gemm_.StripesAtOnce(batch);
-  TileViews views(gemm_, batch, stretch);
+  TileViews views(gemm_, batch, weight_range);
   for (int64_t stripe = first; stripe < end; stripe += step) {
     if (stripe + step >= end && next != nullptr) {
-      PrefetchSides(*next, first * shape_.parts, step * shape_.parts);
+      PrefetchRowScales(*next, first * shape_.parts, step * shape_.parts);
     }
     MultiplyStripes(views, batch, stripe, std::min(step, end - stripe));
   }
@@ -82,8 +82,8 @@ void GateUpTasks::MultiplyStripes(TileViews& views, const TileRange& batch, int6
   const bool gated = shape_.parts == 2;
   const uint8_t* weights = matrix.stripes + stripe * gemm_.position_bytes();
   alignas(64) float dots[kMostSums];
-  PrefetchSides(matrix, (stripe + num_stripes) * shape_.parts, num_stripes * shape_.parts);
-  views.AskBehind(weights + num_stripes * gemm_.position_bytes());
+  PrefetchRowScales(matrix, (stripe + num_stripes) * shape_.parts, num_stripes * shape_.parts);
+  views.SetNext(weights + num_stripes * gemm_.position_bytes());
   for (int64_t index = batch.begin, count = 0; index < batch.end; index += count) {
     count = gemm_.TilesAtOnce(index, batch.end);
     const Tile* tiles = run_.tiles.list + index;
@@ -112,18 +112,17 @@ void GateUpTasks::MultiplyStripes(TileViews& views, const TileRange& batch, int6
 /// Sixteen columns of the intermediate rows of a tile.
 inline void GateUpTasks::Activate(const MatrixPanels& matrix, const Tile& tile, int64_t column,
                                   const float* gate, const float* up) const {
-  const int64_t side = column * shape_.parts * kPanelRows,
-                up_side = side + (gate != nullptr ? kPanelRows : 0);
+  const int64_t row = column * shape_.parts * kPanelRows, up_row = row + (gate != nullptr ? kPanelRows : 0);
   ActivateArguments arguments{};
   SetActivation(layer_, arguments);
   arguments.tokens = tile.count;
   arguments.gate = gate;
   arguments.up = up;
-  arguments.gate_row_scale = matrix.row_scale + side;
-  arguments.up_row_scale = matrix.row_scale + up_side;
+  arguments.gate_row_scale = matrix.row_scale + row;
+  arguments.up_row_scale = matrix.row_scale + up_row;
   if (matrix.bias != nullptr) {
-    arguments.gate_bias = matrix.bias + side;
-    arguments.up_bias = matrix.bias + up_side;
+    arguments.gate_bias = matrix.bias + row;
+    arguments.up_bias = matrix.bias + up_row;
   }
   arguments.mid = run_.mid + tile.first_slot * shape_.row_stride() + column * kPanelRows;
   arguments.mid_stride = shape_.row_stride();

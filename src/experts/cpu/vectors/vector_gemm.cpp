@@ -16,26 +16,26 @@ TileRange VectorGemm::BatchFrom(int64_t begin) const {
   return {begin, end};
 }
 
-void VectorGemm::View(Operand operand, const Tile& tile, const Stretch& stretch, TileView& view) const {
-  view.rows = run_.tiles.slot_rows[operand] + tile.first_slot;
+void VectorGemm::View(Operand operand, const Tile& tile, const WeightRange& range, TileView& view) const {
+  view.tall_tile.rows = run_.tiles.slot_rows[operand] + tile.first_slot;
   void* memory = ReadsTokensApart(layer_.plan, tile)
-                     ? view.rows[0]
+                     ? view.tall_tile.rows[0]
                      : run_.tiles.packed[operand] + tile.first_row * shape_.tile_row_bytes;
   PlaceTile(&view, memory, shape_.kernel, shape_.tile, shape_.padded_cols, kHeights[tile.height_index]);
   view.tokens = tile.count;
   view.group_scales = GroupScalesOf(shape_.panel);
-  view.slab_tiles = shape_.slab_tiles;
-  view.wide_slabs = shape_.wide_slabs;
-  view.prefetch = shape_.prefetch[std::min(tile.height_index, 1)];
-  view.prefetch_far = shape_.prefetch_far;
-  view.next_into_l2 = layer_.plan.next_into_l2;
-  view.stretch_end = stretch.end;
-  view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;
+  view.tall_tile.slab_tiles = shape_.slab_tiles;
+  view.tall_tile.wide_slabs = shape_.wide_slabs;
+  view.tall_tile.next_into_l2 = layer_.plan.next_into_l2;
+  view.short_tile.prefetch = shape_.prefetch[std::min(tile.height_index, 1)];
+  view.short_tile.prefetch_far = shape_.prefetch_far;
+  view.short_tile.range_end = range.end;
+  view.short_tile.range_jump = range.next == nullptr ? 0 : range.next - range.end;
 }
 
-/// Tall tiles ask in equal shares for the stripes that come behind those that they meet.
-TileViews::TileViews(const VectorGemm& gemm, const TileRange& batch, const Stretch& stretch)
-    : batch_(batch), parts_(gemm.separate_inputs() ? gemm.shape().parts : 1), stretch_(stretch) {
+/// Each tall tile prefetches an equal share of the stripes that come behind those that it meets.
+TileViews::TileViews(const VectorGemm& gemm, const TileRange& batch, const WeightRange& range)
+    : batch_(batch), parts_(gemm.separate_inputs() ? gemm.shape().parts : 1), range_(range) {
   static_assert(kUpInput == kGateInput + 1);
   const int first_operand = gemm.shape().gemm == kDown ? kMid : kGateInput;
   const int64_t ahead_bytes = gemm.StripesAtOnce(batch) * gemm.position_bytes();
@@ -47,8 +47,8 @@ TileViews::TileViews(const VectorGemm& gemm, const TileRange& batch, const Stret
   for (int64_t i = 0, done = 0; i < count; ++i) {
     for (int part = 0; part < parts_; ++part) {
       TileView& view = of_[part][i];
-      gemm.View(static_cast<Operand>(first_operand + part), tiles[i], stretch, view);
-      view.turn = parts_ == 2 ? &of_[1 - part][i] : nullptr;
+      gemm.View(static_cast<Operand>(first_operand + part), tiles[i], range, view);
+      view.short_tile.next_stripe_tile = parts_ == 2 ? &of_[1 - part][i] : nullptr;
     }
     share_[i] = share(done);
     done += gemm.IsTall(tiles[i]) ? 1 : 0;

@@ -26,8 +26,8 @@ struct Stripes {
   int64_t count, stride;
 };
 
-/// Where the weights end that a task reads in one piece, and where it reads on; null: nowhere.
-struct Stretch {
+/// Where a task's range of weights ends, and where the next one begins that it reads; null: nowhere.
+struct WeightRange {
   const uint8_t* end;
   const uint8_t* next;
 };
@@ -81,8 +81,8 @@ class VectorGemm {
   }
 
   /// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce, the first of which is
-  /// `first`. One short tile meets stripes that follow each other: those of gate and up in turns, each the
-  /// tile of its input.
+  /// `first`. One short tile meets stripes that follow each other: those of gate and up alternately, each
+  /// with the tile of its input.
   void Multiply(const Tile& first, const TileView* views, int64_t count, const Stripes& stripes,
                 float* sums) const {
     const KernelTable& kernels = *layer_.kernels;
@@ -95,8 +95,8 @@ class VectorGemm {
     }
   }
 
-  /// Where a tile of an operand stands, and how its kernel asks for weights.
-  void View(Operand operand, const Tile& tile, const Stretch& stretch, TileView& view) const;
+  /// Where a tile of an operand stands, and how its kernel prefetches weights.
+  void View(Operand operand, const Tile& tile, const WeightRange& range, TileView& view) const;
 
  private:
   const CpuLayer& layer_;
@@ -109,18 +109,18 @@ class VectorGemm {
 /// an expert).
 class TileViews {
  public:
-  TileViews(const VectorGemm& gemm, const TileRange& batch, const Stretch& stretch);
+  TileViews(const VectorGemm& gemm, const TileRange& batch, const WeightRange& range);
 
   /// The views of the tiles from `tile` on; part 1: those of up, where it has its own.
   const TileView* From(int64_t tile, int64_t part = 0) const { return of_[part] + (tile - batch_.begin); }
 
-  /// What comes behind the stripes that end at `done` is asked for while these are multiplied.
-  void AskBehind(const uint8_t* done) {
-    const uint8_t* next = done < stretch_.end ? done : stretch_.next;
+  /// What comes behind the stripes that end at `done` is prefetched while these are multiplied.
+  void SetNext(const uint8_t* done) {
+    const uint8_t* next = done < range_.end ? done : range_.next;
     for (int64_t part = 0; part < parts_; ++part) {
       for (int64_t i = 0; i < batch_.end - batch_.begin; ++i) {
-        of_[part][i].next = next == nullptr ? nullptr : next + share_[i];
-        of_[part][i].next_bytes = next == nullptr ? 0 : share_[i + 1] - share_[i];
+        of_[part][i].tall_tile.next = next == nullptr ? nullptr : next + share_[i];
+        of_[part][i].tall_tile.next_bytes = next == nullptr ? 0 : share_[i + 1] - share_[i];
       }
     }
   }
@@ -128,16 +128,16 @@ class TileViews {
  private:
   TileRange batch_;
   int64_t parts_;
-  Stretch stretch_;
+  WeightRange range_;
   TileView of_[2][kMostViews];
-  /// Where the share of each tile begins of the bytes that are asked for ahead; those of short tiles are
+  /// Where the share of each tile begins of the bytes that are prefetched; those of short tiles are
   /// empty.
   int64_t share_[kMostViews + 1];
 };
 
 /// Scales and biases of the rows of stripes that come next: a line each, far apart from the stripes, which
 /// cost 2 to 4 % of decode when they were waited for (NVFP4, Qwen3-30B-A3B, one token).
-inline void PrefetchSides(const MatrixPanels& matrix, int64_t stripe, int64_t count) {
+inline void PrefetchRowScales(const MatrixPanels& matrix, int64_t stripe, int64_t count) {
   for (int64_t i = stripe; i < stripe + count; ++i) {
     __builtin_prefetch(matrix.row_scale + i * kPanelRows, 0, 3);
     if (matrix.bias != nullptr) {

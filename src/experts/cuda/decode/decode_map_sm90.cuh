@@ -255,9 +255,9 @@ __device__ __forceinline__ int SortFew(const DecodeArguments& args, const Decode
   return lists;
 }
 
-/// The same for more routes, a counting sort by the whole CTA, a thread a route; returns in all warps, the
-/// lists stand in warp 0's eyes. route_of is left to the caller, who has `rank` for it: routes of the same
-/// expert before this one in its warp.
+/// The same for more routes, a counting sort by the whole CTA, a thread a route. All warps return; the
+/// result and the lists are valid in warp 0 only. route_of is left to the caller, who has `rank` for it:
+/// routes of the same expert before this one in its warp.
 __device__ __forceinline__ int SortMany(const DecodeArguments& args, const DecodeMap& map, int routes,
                                         int expert, int& rank) {
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;

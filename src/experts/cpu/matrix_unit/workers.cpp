@@ -1,4 +1,4 @@
-#include "experts/cpu/matrix_unit/crew.hpp"
+#include "experts/cpu/matrix_unit/workers.hpp"
 
 #include <thread>
 

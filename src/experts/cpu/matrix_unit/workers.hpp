@@ -38,10 +38,10 @@ class JobScratch {
 
 /// Who works on some jobs: the threads of a forward, where each task has a scratch of its own, or one of them
 /// with the scratch that it holds.
-class Crew {
+class Workers {
  public:
-  Crew(const Executor& executor, ScratchPool& pool) : executor_(executor), pool_(pool) {}
-  Crew(const Executor& executor, ScratchPool& pool, const JobScratch& own)
+  Workers(const Executor& executor, ScratchPool& pool) : executor_(executor), pool_(pool) {}
+  Workers(const Executor& executor, ScratchPool& pool, const JobScratch& own)
       : executor_(executor), pool_(pool), own_(&own) {}
 
   int64_t threads() const { return own_ != nullptr ? 1 : executor_.num_threads; }

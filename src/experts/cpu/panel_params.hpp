@@ -17,9 +17,9 @@ constexpr uint8_t SignFlip(DType element) {
 /// What stands behind the codes of each block of a stripe, scales and zero points, where kernels can take it
 /// as it is stored: lines of sixteen rows, transposed in registers, in the order of the blocks. Belongs to
 /// one thread.
-class PanelSides {
+class PanelParams {
  public:
-  PanelSides(const CanonicalMatrix& matrix, const PanelFormat& format, const KernelTable& table)
+  PanelParams(const CanonicalMatrix& matrix, const PanelFormat& format, const KernelTable& table)
       : matrix_(matrix), format_(format), table_(table) {}
 
   /// Given the scale columns of the panel's groups (PanelScaleColumns), -1 for padding. Kernels take scales
@@ -32,13 +32,13 @@ class PanelSides {
   void Pack(int64_t first_row, int64_t rows);
   /// The lines of the last Pack; null: empty.
   const uint8_t* lines() const { return lines_.empty() ? nullptr : lines_.data(); }
-  /// Asks for what Pack will read.
+  /// Prefetches what Pack will read.
   void Prefetch(int64_t first_row) const;
 
  private:
   using RowOf = const std::byte* (*)(const CanonicalMatrix&, int64_t row);
   /// Scales or zero points as they are stored.
-  struct SideRows {
+  struct ParamRows {
     RowOf row_of = nullptr;
     bool own = true;                 ///< each row of the matrix has one
     int64_t offset = 0, bytes = 0;   ///< of the columns that count in a row
@@ -46,13 +46,13 @@ class PanelSides {
     int64_t stride = 0;              ///< of own rows
     const uint8_t* end = nullptr;    ///< of what may be read
   };
-  SideRows RowsOf(const Tensor& tensor, RowOf row_of) const;
-  const uint8_t* RowAt(const SideRows& rows, int64_t row) const {
+  ParamRows RowsOf(const Tensor& tensor, RowOf row_of) const;
+  const uint8_t* RowAt(const ParamRows& rows, int64_t row) const {
     return rows.own ? rows.first + row * rows.stride
                     : reinterpret_cast<const uint8_t*>(rows.row_of(matrix_, row)) + rows.offset;
   }
-  void Prefetch(const SideRows& rows, int64_t first_row) const;
-  void PointAt(const SideRows& rows, int64_t first_row, int64_t count, const uint8_t** pointers);
+  void Prefetch(const ParamRows& rows, int64_t first_row) const;
+  void PointAt(const ParamRows& rows, int64_t first_row, int64_t count, const uint8_t** pointers);
 
   const CanonicalMatrix& matrix_;
   PanelFormat format_;
@@ -61,9 +61,9 @@ class PanelSides {
   int64_t real_groups_ = 0;        ///< of these; the others are padding
   int64_t groups_per_column_ = 1;  ///< neighbours that share a column
   int64_t first_column_ = 0;
-  SideTransform transform_ = kNumSideTransforms;
-  SideRows scale_rows_, zero_rows_;
-  SidesArguments scales_{}, zeros_{};  ///< of the kernels; what is the same for all stripes is set once
+  ParamTransform transform_ = kNumParamTransforms;
+  ParamRows scale_rows_, zero_rows_;
+  ParamsArguments scales_{}, zeros_{};  ///< of the kernels; what is the same for all stripes is set once
   std::vector<uint8_t> lines_;
   std::vector<uint8_t> copies_;  ///< of scale rows at the end of a tensor
 };

@@ -12,21 +12,21 @@ namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
 /// A line as the panel has it.
-template <SideTransform kTransform>
+template <ParamTransform kTransform>
 FMOE_INLINE void PutLine(uint8_t* out, const uint8_t* line) {
-  if constexpr (kTransform == kSideBf16ToFloat || kTransform == kSideF16ToFloat) {
+  if constexpr (kTransform == kParamBf16ToFloat || kTransform == kParamF16ToFloat) {
     Unroll<kHalves>([&](int half) FMOE_FLAT {
       const uint16_t* words = (const uint16_t*)line + half * kLanes;
-      Store((float*)out + half * kLanes, kTransform == kSideBf16ToFloat ? LoadBf16(words) : LoadF16(words));
+      Store((float*)out + half * kLanes, kTransform == kParamBf16ToFloat ? LoadBf16(words) : LoadF16(words));
     });
   } else {
-    memcpy(out, line, kTransform == kSideBytes ? 16 : kTransform == kSideWords ? 32 : 64);
+    memcpy(out, line, kTransform == kParamBytes ? 16 : kTransform == kParamWords ? 32 : 64);
   }
 }
 
 /// The lines of `columns` columns to their groups.
-template <SideTransform kTransform, int64_t kLineBytes>
-FMOE_INLINE uint8_t* PutLines(const SidesArguments* a, const uint8_t* lines, int64_t columns, int64_t groups,
+template <ParamTransform kTransform, int64_t kLineBytes>
+FMOE_INLINE uint8_t* PutLines(const ParamsArguments* a, const uint8_t* lines, int64_t columns, int64_t groups,
                               uint8_t* out) {
   if (a->groups_per_column == 1) {
     for (; columns > 0; --columns, lines += kLineBytes, out += a->stride) {
@@ -45,8 +45,8 @@ FMOE_INLINE uint8_t* PutLines(const SidesArguments* a, const uint8_t* lines, int
 }
 
 /// One column whose rows stand behind each other is a line already: scales of channels.
-template <SideTransform kTransform, int64_t kBytes>
-void PackChannels(const SidesArguments* a) {
+template <ParamTransform kTransform, int64_t kBytes>
+void PackChannels(const ParamsArguments* a) {
   alignas(64) uint8_t line[64];
   memcpy(line, a->rows[0], 16 * kBytes);
   if constexpr (kBytes == 1) {
@@ -56,24 +56,24 @@ void PackChannels(const SidesArguments* a) {
   PutLines<kTransform, 16 * kBytes>(a, line, 1, a->groups, a->out);
 }
 
-/// 32 bytes of each row at a time are turned like codes; each line goes to the groups of its column, or
+/// 32 bytes of each row at a time are transposed like codes; each line goes to the groups of its column, or
 /// where it belongs at once if lines follow each other (then with what else came with 32 bytes).
-template <SideTransform kTransform>
-void PackSides(const SidesArguments* a) {
-  constexpr int64_t kBytes = kTransform == kSideBytes ? 1 : kTransform == kSideFloats ? 4 : 2;
+template <ParamTransform kTransform>
+void PackParams(const ParamsArguments* a) {
+  constexpr int64_t kBytes = kTransform == kParamBytes ? 1 : kTransform == kParamFloats ? 4 : 2;
   constexpr int64_t kColumns = 32 / kBytes;
-  constexpr bool kConverts = kTransform == kSideBf16ToFloat || kTransform == kSideF16ToFloat;
+  constexpr bool kConverts = kTransform == kParamBf16ToFloat || kTransform == kParamF16ToFloat;
   const Ints flip = IntSet(a->flip);
   const bool in_place = !kConverts && a->groups_per_column == 1 && a->stride == 16 * kBytes;
   if (a->columns == 1 && a->rows[15] - a->rows[0] == 15 * kBytes) {
     PackChannels<kTransform, kBytes>(a);
     return;
   }
-  alignas(64) uint8_t turned[512];
+  alignas(64) uint8_t transposed[512];
   uint8_t* out = a->out;
   int64_t left = a->groups;
   for (int64_t first = 0; first < a->columns; first += kColumns) {
-    uint8_t* lines = in_place ? out + first * 16 * kBytes : turned;
+    uint8_t* lines = in_place ? out + first * 16 * kBytes : transposed;
     Ints line[8 * kHalves];
     LoadTransposed<kBytes == 2>(a->rows, first * kBytes, line);
     Unroll<8>([&](int v) FMOE_FLAT {
@@ -85,7 +85,7 @@ void PackSides(const SidesArguments* a) {
         }
       });
       if constexpr (kBytes == 1) {
-        TurnBytes(x);
+        TransposeBytes(x);
       }
       StoreLine<kBytes == 2>(lines + 64 * v, x);
     });

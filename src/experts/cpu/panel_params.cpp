@@ -1,4 +1,4 @@
-#include "experts/cpu/panel_sides.hpp"
+#include "experts/cpu/panel_params.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -12,26 +12,26 @@ namespace {
 constexpr int64_t kLineBytes = 32;
 /// What it may write beyond the last group where lines follow each other.
 constexpr int64_t kMostLines = 512;
-/// Scales that are asked for ahead: 16 rows of K = 8192 in groups of 16.
+/// Scales that are prefetched: 16 rows of K = 8192 in groups of 16.
 constexpr int64_t kMostScaleBytes = 8192;
 
 /// How stored scales become lines; none where their values must be converted one by one.
-SideTransform TransformOf(DType stored, PanelScale scale) {
+ParamTransform TransformOf(DType stored, PanelScale scale) {
   switch (scale) {
     case PanelScale::kE4M3:
     case PanelScale::kE8M0:
-      return kSideBytes;
+      return kParamBytes;
     case PanelScale::kBF16:
-      return stored == DType::kBF16 ? kSideWords : kNumSideTransforms;
+      return stored == DType::kBF16 ? kParamWords : kNumParamTransforms;
     case PanelScale::kF16:
-      return stored == DType::kF16 ? kSideWords : kNumSideTransforms;
+      return stored == DType::kF16 ? kParamWords : kNumParamTransforms;
     case PanelScale::kF32:
-      return stored == DType::kF32    ? kSideFloats
-             : stored == DType::kBF16 ? kSideBf16ToFloat
-             : stored == DType::kF16  ? kSideF16ToFloat
-                                      : kNumSideTransforms;
+      return stored == DType::kF32    ? kParamFloats
+             : stored == DType::kBF16 ? kParamBf16ToFloat
+             : stored == DType::kF16  ? kParamF16ToFloat
+                                      : kNumParamTransforms;
     default:
-      return kNumSideTransforms;
+      return kNumParamTransforms;
   }
 }
 
@@ -41,7 +41,7 @@ const uint8_t* BytesOf(const void* data) {
 
 }  // namespace
 
-void PanelSides::Choose(std::span<const int32_t> columns, int64_t blocks) {
+void PanelParams::Choose(std::span<const int32_t> columns, int64_t blocks) {
   const auto begin = columns.begin();
   const auto padding = std::find(begin, columns.end(), -1);
   num_groups_ = static_cast<int64_t>(columns.size());
@@ -60,7 +60,7 @@ void PanelSides::Choose(std::span<const int32_t> columns, int64_t blocks) {
   transform_ = TransformOf(matrix_.block_scale.dtype(), format_.scale);
   const bool bytes_as_floats = format_.zeros == PanelZero::kFloats &&
                                (matrix_.zero_point.empty() || matrix_.zero_point.dtype() != DType::kF32);
-  if (transform_ == kNumSideTransforms || bytes_as_floats) {
+  if (transform_ == kNumParamTransforms || bytes_as_floats) {
     return;
   }
   lines_.assign(static_cast<size_t>(blocks * format_.scale_bytes() + kMostLines), 0);
@@ -84,9 +84,9 @@ void PanelSides::Choose(std::span<const int32_t> columns, int64_t blocks) {
   zeros_.out = lines_.data() + kPanelRows * PanelScaleBytes(format_.scale);
 }
 
-PanelSides::SideRows PanelSides::RowsOf(const Tensor& tensor, RowOf row_of) const {
+PanelParams::ParamRows PanelParams::RowsOf(const Tensor& tensor, RowOf row_of) const {
   const int64_t value_bytes = DTypeBits(tensor.dtype()) / 8;
-  SideRows rows;
+  ParamRows rows;
   rows.row_of = row_of;
   rows.own = matrix_.format.block.row == 1;
   rows.offset = first_column_ * value_bytes;
@@ -99,7 +99,7 @@ PanelSides::SideRows PanelSides::RowsOf(const Tensor& tensor, RowOf row_of) cons
 
 /// Rows that do not exist take the first one of the stripe; a row that a kernel would read beyond the end of
 /// the tensor is copied.
-void PanelSides::PointAt(const SideRows& rows, int64_t first_row, int64_t count, const uint8_t** pointers) {
+void PanelParams::PointAt(const ParamRows& rows, int64_t first_row, int64_t count, const uint8_t** pointers) {
   const uint8_t* first = RowAt(rows, first_row);
   const uint8_t* last = RowAt(rows, first_row + count - 1);
   const int64_t stride = first == last ? 0 : rows.stride;
@@ -123,8 +123,8 @@ void PanelSides::PointAt(const SideRows& rows, int64_t first_row, int64_t count,
   }
 }
 
-void PanelSides::Prefetch(int64_t first_row) const {
-  for (const SideRows* rows : {&scale_rows_, &zero_rows_}) {
+void PanelParams::Prefetch(int64_t first_row) const {
+  for (const ParamRows* rows : {&scale_rows_, &zero_rows_}) {
     if (rows->first != nullptr) {
       Prefetch(*rows, first_row);
     }
@@ -132,8 +132,8 @@ void PanelSides::Prefetch(int64_t first_row) const {
 }
 
 /// On their way while the codes of the stripe before are packed: a few lines in a piece of memory of their
-/// own, too few for the hardware to see a stream.
-void PanelSides::Prefetch(const SideRows& rows, int64_t first_row) const {
+/// own, too few for hardware prefetchers to see a stream.
+void PanelParams::Prefetch(const ParamRows& rows, int64_t first_row) const {
   const uint8_t* first = RowAt(rows, first_row);
   const uint8_t* last = RowAt(rows, std::min(first_row + kPanelRows, matrix_.rows) - 1);
   const uint8_t* end = std::min(last + rows.bytes, first + kMostScaleBytes);
@@ -143,20 +143,20 @@ void PanelSides::Prefetch(const SideRows& rows, int64_t first_row) const {
   }
 }
 
-void PanelSides::Pack(int64_t first_row, int64_t rows) {
+void PanelParams::Pack(int64_t first_row, int64_t rows) {
   if (rows == 0) {
     std::fill(lines_.begin(), lines_.end(), uint8_t{0});
     return;
   }
   PointAt(scale_rows_, first_row, rows, scales_.rows);
-  table_.pack_sides[transform_](&scales_);
+  table_.pack_params[transform_](&scales_);
   if (format_.has_zero_points() && matrix_.zero_point.empty()) {
     for (int64_t group = 0; group < real_groups_; ++group) {
       std::memset(zeros_.out + group * zeros_.stride, PanelZeroPoint(format_), kPanelRows);
     }
   } else if (format_.has_zero_points()) {
     PointAt(zero_rows_, first_row, rows, zeros_.rows);
-    table_.pack_sides[format_.zeros == PanelZero::kFloats ? kSideFloats : kSideBytes](&zeros_);
+    table_.pack_params[format_.zeros == PanelZero::kFloats ? kParamFloats : kParamBytes](&zeros_);
   }
   if (real_groups_ < num_groups_) {
     std::memset(lines_.data() + real_groups_ * scales_.stride, 0,
