@@ -80,8 +80,9 @@ std::string Facts(const Candidate& candidate, const Verdict& verdict) {
   if (said(verdict.required) || verdict.required == candidate.backend) {
     return {};
   }
-  return said(verdict.actual) || verdict.actual == "none" ? fmt::format(" (needs {})", verdict.required)
-                              : fmt::format(" (is {}; needs {})", verdict.actual, verdict.required);
+  return said(verdict.actual) || verdict.actual == "none"
+             ? fmt::format(" (needs {})", verdict.required)
+             : fmt::format(" (is {}; needs {})", verdict.actual, verdict.required);
 }
 
 }  // namespace

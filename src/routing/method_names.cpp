@@ -109,7 +109,7 @@ RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra er
   switch (*router.score) {
     case ScoreFunction::kSqrtSoftplus:
       return router.renormalize && era != RoutingEra::kVllm202604 ? RoutingMethod::kDeepseekV4
-                                                            : RoutingMethod::kUnspecified;
+                                                                  : RoutingMethod::kUnspecified;
     case ScoreFunction::kSigmoid:
       return DeriveSigmoid(router, era);
     case ScoreFunction::kSoftmax:

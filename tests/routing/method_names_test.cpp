@@ -12,8 +12,8 @@ TEST(RoutingNames, AreReadBackAndNumbersAreOfTheirEra) {
 #undef FMOE_METHOD
        }) {
     EXPECT_EQ(ParseRoutingMethod(RoutingMethodName(method)), method);
-    for (const RoutingEra era :
-         {RoutingEra::kVllm202604, RoutingEra::kVllm202605, RoutingEra::kVllmNewest, RoutingEra::kFlashInfer}) {
+    for (const RoutingEra era : {RoutingEra::kVllm202604, RoutingEra::kVllm202605, RoutingEra::kVllmNewest,
+                                 RoutingEra::kFlashInfer}) {
       if (const auto value = RoutingMethodValue(method, era)) {
         EXPECT_EQ(RoutingMethodOfValue(*value, era), method);
       }

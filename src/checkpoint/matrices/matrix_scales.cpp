@@ -189,9 +189,9 @@ Status RefuseNegative(const MatrixTensors& tensors, const Tensor& scale, const s
   return Status::Ok();
 }
 
-// The biases of MLX are not bounded by their scales. From 2^33 scales on, code * scale is lost beside the bias in
-// fp32: the group is the constant bias, or zero where the bias is below 2^-96 and a scale so much smaller could
-// not be represented.
+// The biases of MLX are not bounded by their scales. From 2^33 scales on, code * scale is lost beside the
+// bias in fp32: the group is the constant bias, or zero where the bias is below 2^-96 and a scale so much
+// smaller could not be represented.
 GroupNumbers NumbersOfBias(float scale, float bias) {
   const float size = std::fabs(bias);
   if (size < 0x1p33F * std::fabs(scale)) {

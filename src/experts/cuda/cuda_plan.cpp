@@ -55,9 +55,9 @@ std::optional<FragmentSpec> StoredLayout(const MoeProblem& problem, const Stored
   return fewer ? std::optional(*spec) : std::nullopt;
 }
 
-/// Whether decode can multiply e4m3 codes as they lie, 2^120 too small: quantized tokens are multiplied by 2^118
-/// and sums by 4 instead (Fragments::kMayBeRaw), which only codes of 448 at most have room for. False: all calls
-/// take prefill. Of the known schemes none is.
+/// Whether decode can multiply e4m3 codes as they lie, 2^120 too small: quantized tokens are multiplied by
+/// 2^118 and sums by 4 instead (Fragments::kMayBeRaw), which only codes of 448 at most have room for. False:
+/// all calls take prefill. Of the known schemes none is.
 bool TokensCarryFactor(const CudaPlan& plan) {
   const bool raw =
       plan.shape.format == FragmentFormat::kFp8 || plan.shape.format == FragmentFormat::kFp8Block;
