@@ -46,7 +46,7 @@ class LayerInfo(Structure):
                 ("top_k", c_int64), ("hidden", c_int64), ("intermediate", c_int64), ("max_tokens", c_int64),
                 ("dtype", ctypes.c_int), ("has_shared_experts", c_int32), ("scheme", c_char * 64),
                 ("on_device", c_int32), ("backend", c_char * 64), ("isa", c_char * 32), ("mode", c_char * 32),
-                ("weight_bytes", c_int64), ("workspace_bytes", c_int64), ("latent", c_int64)]
+                ("weight_bytes", c_int64), ("workspace_bytes", c_int64), ("latent", c_int64), ("batch_scale", c_int32)]
 
 
 class LayerOptions(Structure):

@@ -41,12 +41,14 @@ class LayerInfo:
     weight_bytes: int
     workspace_bytes: int
     latent: int  # width of the rows that routed experts read, behind projections; 0: hidden
+    batch_scale: bool  # one activation scale over all rows of a call: no row is computed alone
 
     @classmethod
     def _of(cls, info: _c.LayerInfo) -> LayerInfo:
         values = _values(cls, info)
         values["dtype"] = _c.DTYPES[info.dtype]
-        values["has_shared_experts"], values["on_device"] = bool(info.has_shared_experts), bool(info.on_device)
+        for name in ("has_shared_experts", "on_device", "batch_scale"):
+            values[name] = bool(values[name])
         return cls(**values)
 
 
@@ -133,6 +135,7 @@ class Checkpoint(Handle):
         loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, _c.integer(layer, "layer"),
                                ctypes.byref(c_options)), routing)
         loaded._alive = alive  # threads that place its experts anew
+        loaded.is_spread = options.get("communicator") is not None
         return loaded
 
 
@@ -182,6 +185,7 @@ class Layer(Handle):
     any number of threads may call it, on several ranks one at a time."""
 
     info: LayerInfo
+    is_spread = False  # over ranks, which call it together
 
     def __init__(self, handle: ctypes.c_void_p, routing: Routing | None = None) -> None:
         super().__init__(handle, _c.lib.fmoe_layer_release)
@@ -264,7 +268,7 @@ class Layer(Handle):
                   "token_id_to_experts": token_id_to_experts}
         owners = []
         for name, tensor in router.items():
-            window, owner = _tensors.window(tensor, name)
+            window, owner = _tensors.window(tensor, name, host=True)
             setattr(config, name, window)
             owners.append(owner)
 
@@ -409,7 +413,7 @@ def _expert(given: Mapping[str, Any], number: int, element: str | None) -> tuple
                 setattr(target, name, ctypes.pointer(alive[-1]))
             elif name in _MATRIX_FIELDS:
                 window, owner = _tensors.window(value, f"expert {number}, {part}.{name}",
-                                                element if name == "codes" else None)
+                                                element if name == "codes" else None, host=True)
                 setattr(target, name, window)
                 alive.append(owner)
             else:

@@ -58,10 +58,7 @@ class Stacked:
             else:
                 tensors[name] = value
         for name, value in tensors.items():
-            if _tensors.device_of(value) != "cpu":
-                raise ValueError(f"{name} lies on {_tensors.place_of(value)}, weights are prepared from host memory: give its "
-                                 f"cpu()")
-            window, owner = _tensors.window(value, name)
+            window, owner = _tensors.window(value, name, host=True)
             setattr(experts, name, window)
             alive.append(owner)
         return experts, alive

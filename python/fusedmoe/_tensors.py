@@ -105,12 +105,14 @@ def _parts(value: Tensor, name: str) -> tuple[int, str, Sequence[int], Sequence[
     return ctypes.addressof(holder), _element(view), view.shape, view.strides, (view, holder)
 
 
-def window(value: Tensor | None, name: str, element: str | None = None) -> tuple[_c.Tensor, Any]:
+def window(value: Tensor | None, name: str, element: str | None = None, *, host: bool = False) -> tuple[_c.Tensor, Any]:
     """`value` as a tensor of the library, and what keeps it alive. None: absent. `element`: codes of that type, as
-    bytes along the last axis."""
+    bytes along the last axis. `host`: one of a layer's weights, which no card reads."""
     tensor = _c.Tensor()
     if value is None:
         return tensor, None
+    if host and device_of(value) != "cpu":
+        raise ValueError(f"{name} lies on {place_of(value)}; weights are read from host memory (use .cpu())")
     if is_torch(value) and value.is_neg():  # the sign is no part of the memory
         raise ValueError(f"{name} is a view that negates its memory: give its resolve_neg()")
     address, dtype, shape, strides, owner = _parts(value, name)
@@ -134,6 +136,8 @@ def window(value: Tensor | None, name: str, element: str | None = None) -> tuple
     # Rows that are one row over and over, of broadcast_to and expand: strides of 0 say "dense" to the library.
     if 0 not in shape and any(extent > 1 and not stride for extent, stride in zip(shape[:-1], strides)):
         raise ValueError(f"{name} has the same memory for several of its rows (stride 0): make it contiguous")
+    if not address and 0 not in shape:
+        raise ValueError(f"{name} has no memory")
     tensor.data, tensor.dtype, tensor.rank = address or ctypes.addressof(_NOTHING), _c.DTYPE[dtype], len(shape)
     for axis, extent in enumerate(shape):
         tensor.shape[axis] = extent

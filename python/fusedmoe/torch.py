@@ -13,8 +13,14 @@ _numbers = itertools.count(1)
 
 @torch.library.custom_op("fusedmoe::experts", mutates_args=())
 def _experts(hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int) -> torch.Tensor:
-    output: torch.Tensor = _layers[layer](hidden, topk_ids=topk_ids, topk_weights=topk_weights)
-    return output
+    made = _layers[layer]
+    size = made.info.max_tokens
+    # Not where rows depend on each other, nor on ranks, which call as often as one another.
+    if hidden.shape[0] <= size or made.info.batch_scale or made.is_spread:
+        size = max(hidden.shape[0], 1)
+    pieces = zip(hidden.split(size), topk_ids.split(size), topk_weights.split(size), strict=True)
+    outputs = [made(rows, topk_ids=ids, topk_weights=weights) for rows, ids, weights in pieces]
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 @_experts.register_fake
@@ -24,7 +30,9 @@ def _(hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, 
 
 class Experts(torch.nn.Module):
     """The experts of one layer as a module: forward(hidden [..., H], topk_ids [M, k], topk_weights [M, k]) gives
-    [..., H] in the dtype of hidden. Ids outside the layer's experts skip their slot. For inference: no gradients."""
+    [..., H] in the dtype of hidden. Ids outside the layer's experts skip their slot. More rows than the layer's max_tokens
+    are computed in several calls, but where one activation scale spans the call and on ranks: there they are refused. For
+    inference: no gradients."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ takes the experts from a checkpoint in whatever format it has; those of the mode
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.integrations import moe
 
+from . import _tensors
 from ._layer import Checkpoint, Layer
 from .torch import Experts
 
@@ -55,7 +57,8 @@ os.register_at_fork(after_in_child=_begin_in_child)
 def replace_experts(model: torch.nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint,
                     **options: Any) -> list[str]:
     """Puts the layers of `checkpoint` (a path or a Checkpoint) in the place of the routed experts of `model`; routers,
-    shared experts and the projections of latent experts stay. Options: Checkpoint.load_layer. Returns the names of the modules that were replaced."""
+    shared experts and the projections of latent experts stay. Options: Checkpoint.load_layer; `device` is where the model
+    lies. Returns the names of the modules that were replaced."""
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
     layers = set(checkpoint.moe_layers)
@@ -67,17 +70,30 @@ def replace_experts(model: torch.nn.Module, checkpoint: str | os.PathLike[str] |
     if missing := sorted(layers - set(found)):
         raise ValueError(f"{type(model).__name__} has no module '...layers.{missing[0]}....experts', the checkpoint "
                          f"has experts there")
+    asked = options.get("device") or "cpu"
+    places = {}
     for number, name in sorted(found.items()):
-        parent = model.get_submodule(name.rpartition(".")[0])
-        old = getattr(parent, "experts")
+        old = model.get_submodule(name)
+        places[number] = _place_of(old)
+        if places[number].type not in ("meta", asked):
+            raise ValueError(f"{name} lies on {places[number]}, its layer would be on {asked}: give "
+                             f"device='{places[number].type}', or move the model first")
         info = checkpoint.describe(number)
         sizes = {"num_experts": info.num_experts, "hidden_dim": info.hidden, "intermediate_dim": info.intermediate}
         for field, size in sizes.items():
             if getattr(old, field, size) != size:
                 raise ValueError(f"{name}.{field} is {getattr(old, field)}, the checkpoint has {size}")
-        layer = checkpoint.load_layer(number, shared_experts=False, latent_projections=False, **options)
-        setattr(parent, "experts", Experts(layer))
+    for number, name in sorted(found.items()):
+        with _tensors.on_card(places[number].index if asked == "cuda" else None):
+            layer = checkpoint.load_layer(number, shared_experts=False, latent_projections=False, **options)
+        setattr(model.get_submodule(name.rpartition(".")[0]), "experts", Experts(layer))
     return [found[number] for number in sorted(found)]
+
+
+def _place_of(experts: torch.nn.Module) -> torch.device:
+    """Where the tensors of a module lie: "meta" where it has none, or none in memory yet."""
+    tensor = next(itertools.chain(experts.parameters(), experts.buffers()), None)
+    return torch.device("meta") if tensor is None else tensor.device
 
 
 def _layer_of(module: Any, top_k: int) -> Layer:
@@ -95,21 +111,24 @@ def _layer_of(module: Any, top_k: int) -> Layer:
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
 
+    # Weights are read from host memory, whatever card they lie on.
     def halves(rows: torch.Tensor) -> list[torch.Tensor]:
+        rows = rows.cpu()
         both = rows.chunk(2) if module.is_concatenated else (rows[0::2], rows[1::2])
         return [half.contiguous() for half in both]
 
     experts = []
     for e in range(gate_up.shape[0]):
         gate, up = halves(gate_up[e])
-        expert = {"gate": {"codes": gate}, "up": {"codes": up}, "down": {"codes": down[e].contiguous()}}
+        expert = {"gate": {"codes": gate}, "up": {"codes": up}, "down": {"codes": down[e].cpu().contiguous()}}
         if module.has_bias:
             expert["gate"]["bias"], expert["up"]["bias"] = halves(module.gate_up_proj_bias[e].detach().float())
-            expert["down"]["bias"] = module.down_proj_bias[e].detach().float()
+            expert["down"]["bias"] = module.down_proj_bias[e].detach().float().cpu()
         experts.append(expert)
     dtype = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[gate_up.dtype]
-    return Layer.create(experts, top_k=top_k, activation=ACTIVATIONS[name], dtype=dtype,
-                        device=gate_up.device.type)
+    with _tensors.on_card(gate_up.device.index if gate_up.is_cuda else None):
+        return Layer.create(experts, top_k=top_k, activation=ACTIVATIONS[name], dtype=dtype,
+                            device=gate_up.device.type)
 
 
 def experts_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,

@@ -1,6 +1,15 @@
 #include "capi/layer_info.hpp"
 
 namespace fusedmoe::capi {
+namespace {
+
+/// One scale over all rows of a call, from their values: of the rows themselves, or above block scales.
+bool HasBatchScale(const ActivationFormat& format) {
+  return format.quantized() && !format.static_tensor_scale &&
+         (format.group == kPerTensor || format.scale_dtype == DType::kF8E4M3);
+}
+
+}  // namespace
 
 fmoe_layer_info InfoOf(const MoeConfig& config, const Scheme& scheme) {
   fmoe_layer_info info;
@@ -15,6 +24,7 @@ fmoe_layer_info InfoOf(const MoeConfig& config, const Scheme& scheme) {
   info.dtype = static_cast<fmoe_dtype>(config.dtype);
   info.has_shared_experts = config.shared.intermediate > 0 ? 1 : 0;
   CopyText(scheme.name, info.scheme);
+  info.batch_scale = HasBatchScale(scheme.activation) ? 1 : 0;
   return info;
 }
 

@@ -12,6 +12,8 @@
 
 #include "capi/handles.hpp"
 #include "capi/held_layer.hpp"
+#include "capi/layer_info.hpp"
+#include "quant/activation_quantizer.hpp"
 #include "support/allocations.hpp"
 
 namespace fusedmoe {
@@ -23,6 +25,17 @@ using testing_support::RandomRows;
 
 const std::string kCheckpoint = FMOE_GOLDEN_DIR "/checkpoints/mixtral-modelopt-nvfp4";
 constexpr int64_t kTokens = 5;
+
+TEST(CApi, BatchScaleIsThatOfTheQuantizer) {
+  int with = 0;
+  for (const std::string& name : SchemeNames()) {
+    const Scheme scheme = *ParseScheme(name);
+    const bool expected = NeedsDynamicTensorScale(scheme.activation);
+    EXPECT_EQ(capi::InfoOf(MoeConfig(), scheme).batch_scale, expected ? 1 : 0) << name;
+    with += expected ? 1 : 0;
+  }
+  EXPECT_GT(with, 0);
+}
 
 TEST(CApi, ForwardOfACheckpoint_GivesTheBitsOfTheCppLayer) {
   fmoe_checkpoint* checkpoint = nullptr;

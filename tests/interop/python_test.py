@@ -124,6 +124,100 @@ class Python(Case):
         with self.assertRaisesRegex(ValueError, "expert 0, up.codes has the same memory"):
             fusedmoe.Layer.create([{"up": torch.zeros(1, 64).expand(32, 64), "down": torch.zeros(64, 32)}], top_k=1)
 
+    def experts_on(self, device):
+        """Two experts, and one whose tensor of that name lies elsewhere."""
+        def expert():
+            return {"up": {"codes": torch.randn(32, 64).bfloat16(), "bias": torch.randn(32)},
+                    "down": {"codes": torch.randn(64, 32).bfloat16(), "bias": torch.randn(64)}}
+
+        for part, name in (("up", "codes"), ("down", "bias")):
+            away = expert()
+            away[part][name] = away[part][name].to(device)
+            yield f"expert 1, {part}.{name}", [expert(), away]
+
+    def check_weights_elsewhere(self, device):
+        options = {"top_k": 1, "activation": "relu_no_mul", "max_tokens": 8}
+        where = rf"lies on {device}; weights are read from host memory \(use \.cpu\(\)\)$"
+        for name, experts in self.experts_on(device):
+            with self.assertRaisesRegex(ValueError, f"^{name} {where}"):
+                fusedmoe.Layer.create(experts, **options)
+        fine = next(self.experts_on("cpu"))[1]
+        for name in ("router_weight", "router_bias"):
+            with self.assertRaisesRegex(ValueError, f"^{name} {where}"):
+                fusedmoe.Layer.create(fine, **{name: torch.randn(2, 64).to(device)}, **options)
+        w13, w2 = torch.randn(2, 64, 64), torch.randn(2, 64, 32)
+        for w13_device, w2_device, bias_device, name in ((device, "cpu", "cpu", "w1"), ("cpu", device, "cpu", "w2"),
+                                                         ("cpu", "cpu", device, "w2_bias")):
+            stacked = fusedmoe.Stacked(w13.to(w13_device), w2.to(w2_device), {"w1_bias": torch.zeros(2, 64),
+                                                                              "w2_bias": torch.zeros(2, 64).to(bias_device)})
+            with self.assertRaisesRegex(ValueError, f"^{name} {where}"):
+                fusedmoe.Layer.create(stacked, top_k=1, dtype="F32", max_tokens=8)
+
+    def test_weights_that_have_no_memory_are_refused(self):
+        self.check_weights_elsewhere("meta")
+
+    def test_weights_on_a_card_are_refused(self):
+        if not torch.cuda.is_available():
+            self.skipTest("no card")
+        self.check_weights_elsewhere("cuda:0")
+
+    def test_models_on_a_card(self):
+        if not torch.cuda.is_available():
+            self.skipTest("no card")
+        with torch.no_grad():
+            ours = self.fresh(experts_implementation="fusedmoe").cuda()
+            self.assertLess(relative(ours(self.tokens.cuda()).logits.cpu(), self.logits), 1e-2)
+        with self.assertRaisesRegex(ValueError, r"experts lies on cuda:0, its layer would be on cpu: give device='cuda'"):
+            fusedmoe.transformers.replace_experts(ours, self.source)
+        fusedmoe.transformers.replace_experts(ours, self.source, device="cuda", max_tokens=64)
+        with torch.no_grad():
+            self.assertLess(relative(ours(self.tokens.cuda()).logits.cpu(), self.logits), 1e-2)
+
+    def test_nothing_is_replaced_in_models_that_do_not_fit(self):
+        model = self.fresh()
+        kinds = {name: type(module) for name, module in model.named_modules()}
+        with self.assertRaisesRegex(ValueError, "mlp.experts lies on cpu, its layer would be on cuda: give device='cpu'"):
+            fusedmoe.transformers.replace_experts(model, self.source, device="cuda")
+        model.model.layers[1].mlp.experts.num_experts = 4
+        with self.assertRaisesRegex(ValueError, "layers.1.mlp.experts.num_experts is 4"):
+            fusedmoe.transformers.replace_experts(model, self.source, max_tokens=64)
+        self.assertEqual({name: type(module) for name, module in model.named_modules()}, kinds)
+        with torch.device("meta"):  # memory for experts that are not kept is not needed
+            empty = AutoModelForCausalLM.from_config(small("qwen3_moe"), dtype=torch.float32)
+        self.assertEqual(len(fusedmoe.transformers.replace_experts(empty, self.source, max_tokens=64)), 2)
+
+    def test_more_tokens_than_a_call_takes(self):
+        checkpoint = fusedmoe.Checkpoint(self.source)
+        whole, small_one = (checkpoint.load_layer(0, max_tokens=size, determinism="batch_invariant") for size in (64, 7))
+        hidden = torch.randn(20, 64)
+        expected, ids, weights = whole(hidden, return_routing=True)
+        experts = fusedmoe.torch.Experts(small_one)
+        for rows in (20, 14, 8, 7, 0):
+            found = experts(hidden[:rows].reshape(-1, 1, 64), ids[:rows], weights[:rows])
+            self.assertTrue(torch.equal(found.reshape(-1, 64), expected[:rows]), rows)
+        compiled = torch.compile(experts, fullgraph=True, backend="eager")
+        self.assertTrue(torch.equal(compiled(hidden, ids, weights), expected))
+        with self.assertRaisesRegex(fusedmoe.Error, "20"):
+            small_one(hidden, topk_ids=ids, topk_weights=weights)
+
+        matrix = {"codes": torch.ones(64, 64).to(torch.float8_e4m3fn), "tensor_scale": 1.0}
+        batch = fusedmoe.Layer.create([{"up": matrix, "down": matrix}] * 2, top_k=2, scheme="fp8_w8a8:tensor",
+                                      activation="relu_no_mul", max_tokens=7)
+        self.assertTrue(batch.info.batch_scale)
+        with self.assertRaisesRegex(fusedmoe.Error, "20"):  # pieces would have scales of their own
+            fusedmoe.torch.Experts(batch)(hidden, ids % 2, weights)
+
+    def test_models_of_many_tokens(self):
+        ours = self.fresh(experts_implementation="fusedmoe")
+        experts = ours.model.layers[0].mlp.experts
+        tokens = 8192 + 5
+        hidden, ids, weights = torch.randn(tokens, 64), torch.randint(0, 8, (tokens, 2)), torch.rand(tokens, 2)
+        with torch.no_grad():
+            found = fusedmoe.transformers.experts_forward(experts, hidden, ids, weights)
+            last = fusedmoe.transformers.experts_forward(experts, hidden[-5:], ids[-5:], weights[-5:])
+        self.assertEqual(found.shape, hidden.shape)
+        self.assertLess(relative(found[-5:], last), 1e-3)
+
     def test_example_of_the_documentation(self):
         page = (ROOT / "docs" / "python.md").read_text()
         example = re.search(r"<!-- run by tests/interop/python_test.py -->\n```python\n(.*?)```", page, re.S).group(1)
@@ -362,7 +456,7 @@ class Python(Case):
                   for e in range(experts)]
         one_by_one = fusedmoe.Layer.create(single, scheme="mxfp4_w4a16", **options)
         self.assertTrue(torch.equal(stacked(x, router_logits=logits), one_by_one(x, router_logits=logits)))
-        with self.assertRaisesRegex(ValueError, "w1 lies on meta, weights are prepared from host memory"):
+        with self.assertRaisesRegex(ValueError, r"w1 lies on meta; weights are read from host memory \(use \.cpu\(\)\)"):
             fusedmoe.Layer.create(fusedmoe.Stacked(w13.to("meta"), w2, quant), **options)
 
     def test_layer_on_a_card(self):

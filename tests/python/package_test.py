@@ -154,6 +154,12 @@ class Package(unittest.TestCase):
         one = Strided(matrix(bytes(self.hidden)[:row], [1, width]), [1, width], [0, 4])
         self.layer(one, out=matrix(bytes(row), [1, width]))  # nothing to share
 
+    def test_tensors_without_memory(self):
+        rows = Strided(matrix(bytes(64 * 4), [1, 64]), [1, 64], [256, 4])
+        rows.ctypes = SimpleNamespace(data=0)
+        with self.assertRaisesRegex(ValueError, "^hidden has no memory$"):
+            self.layer(rows, out=matrix(bytes(64 * 4), [1, 64]))
+
     def test_handles_have_one_owner(self):
         from fusedmoe._threads import current_pool
         for handle in (self.checkpoint, self.layer, current_pool()):
