@@ -209,7 +209,7 @@ typedef struct fmoe_layer_info {
   int32_t on_device; /* tensors of its forwards are addresses of a card */
   char backend[64], isa[32], mode[32];
   int64_t weight_bytes, workspace_bytes;
-  int64_t latent; /* width of the experts' rows, behind projections; 0: they read hidden states */
+  int64_t latent;      /* width of the experts' rows, behind projections; 0: they read hidden states */
   int32_t batch_scale; /* one activation scale over all rows of a forward: no row is computed alone */
 } fmoe_layer_info;
 

@@ -266,14 +266,17 @@ Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t
 }
 
 Status CheckOnCard(MutableTensorView output, int64_t hidden) {
+  // Kernels of few tokens write four columns at a time, those of many eight, up to 16 bytes; where rows are
+  // no multiple of that, one.
+  const int64_t columns = hidden % 8 == 0 ? 8 : hidden % 4 == 0 ? 4 : 1;
   const auto address = reinterpret_cast<uintptr_t>(output.data());
-  return hidden % 4 != 0 || address % 16 == 0
+  const auto piece = static_cast<uintptr_t>(std::min<int64_t>(16, PackedBytes(output.dtype(), columns)));
+  return columns == 1 || address % piece == 0
              ? Status::Ok()
-             : Status::Usage(
-                   fmt::format("output begins {} bytes behind a multiple of 16; on a card rows of {} "
-                               "columns are written up to 16 bytes at a time",
-                               address % 16, hidden))
-                   .WithHint("begin at a row, or at a multiple of 8 columns in 16 bits");
+             : Status::Usage(fmt::format("output begins {} bytes behind a multiple of {}; on a card rows of "
+                                         "{} columns are written {} bytes at a time",
+                                         address % piece, piece, hidden, piece))
+                   .WithHint("begin at a row of a tensor that is aligned");
 }
 
 Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {

@@ -25,8 +25,8 @@ Result<ExpertSource> MadeAlike(const ExpertSource& experts, const Executor& exec
 /// The router of an engine, which no reader has seen either: logits are written for each of its rows.
 Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t num_logits);
 
-/// kUsage where a card would write rows of `hidden` columns 16 bytes at a time to an address that is no
-/// multiple of 16: its kernels fail there.
+/// kUsage where a card would write rows of `hidden` columns in pieces of 8 or 16 bytes to an address that is
+/// no multiple of them: its kernels fail there.
 Status CheckOnCard(MutableTensorView output, int64_t hidden);
 
 /// Ids of the caller, I32 or I64 [M, k] on the host: kUsage where one is neither an expert nor -1, which

@@ -128,14 +128,21 @@ TEST(SharedCommunicator, ASecondForwardAtTheSameTime_IsRefused) {
 
 TEST(OutputOnACard, BetweenThePiecesThatItsKernelsWrite_IsRefused) {
   alignas(16) std::byte memory[64] = {};
-  const auto at = [&](int64_t offset, int64_t hidden) {
-    return CheckOnCard(MutableTensorView(memory + offset, DType::kBF16, {1, hidden}), hidden);
+  const auto at = [&](int64_t offset, int64_t hidden, DType dtype = DType::kBF16) {
+    return CheckOnCard(MutableTensorView(memory + offset, dtype, {1, hidden}), hidden);
   };
   EXPECT_TRUE(at(0, 16).ok());
   EXPECT_TRUE(at(16, 16).ok());
   EXPECT_TRUE(at(2, 15).ok());  // written one by one
   EXPECT_EQ(at(2, 16).code(), StatusCode::kUsage);
   EXPECT_NE(at(2, 16).message().find("2 bytes behind a multiple of 16"), std::string::npos);
+  EXPECT_EQ(at(8, 16).code(), StatusCode::kUsage);
+  // Four columns at a time: 8 bytes, of F32 16.
+  EXPECT_TRUE(at(8, 12).ok());
+  EXPECT_EQ(at(4, 12).code(), StatusCode::kUsage);
+  EXPECT_NE(at(4, 12).message().find("4 bytes behind a multiple of 8"), std::string::npos);
+  EXPECT_EQ(at(8, 12, DType::kF32).code(), StatusCode::kUsage);
+  EXPECT_TRUE(at(4, 10, DType::kF32).ok());
 }
 
 }  // namespace
