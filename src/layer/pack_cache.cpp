@@ -14,6 +14,7 @@
 #include "core/memory.hpp"
 #include "platform/file.hpp"
 #include "platform/output_file.hpp"
+#include "weights/panel_revision.hpp"
 
 /// A packed file: magic, length and checksum of the header, the header, then the tensors on pages of their
 /// own. All numbers little-endian, as x86 and ARM keep them; the layouts inside are for such machines as
@@ -158,11 +159,13 @@ Result<PreparedWeights::Named> ReadTensor(const platform::InputFile& file, Heade
 std::string PackCacheKey(const Backend& backend, const Plan& plan, const MoeProblem& problem,
                          const ExpertSource& source) {
   const MoeConfig& config = problem.config;
-  // The recipe names the layout, which no instruction set changes.
-  return fmt::format("{} | {} | {} | {} experts of {} x {} {} {} | tp {} {} | {}", FUSEDMOE_VERSION_STRING,
-                     backend.name, fmt::join(plan.recipe, ", "), config.num_local_experts, config.hidden,
-                     config.intermediate, ActivationName(config.activation.kind), source.scheme.name,
-                     config.parallel.tp_size, static_cast<int>(problem.activation), source.identity);
+  // The recipe names the layout, which no instruction set changes, and the revision says what that text
+  // means.
+  return fmt::format("{} | panels {} | {} | {} | {} experts of {} x {} {} {} | tp {} {} | {}",
+                     FUSEDMOE_VERSION_STRING, kPanelRevision, backend.name, fmt::join(plan.recipe, ", "),
+                     config.num_local_experts, config.hidden, config.intermediate,
+                     ActivationName(config.activation.kind), source.scheme.name, config.parallel.tp_size,
+                     static_cast<int>(problem.activation), source.identity);
 }
 
 /// The file that a key is in.
