@@ -1,7 +1,9 @@
 #include "layer/rank_plan.hpp"
 
 #include <algorithm>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -9,6 +11,7 @@
 #include <fusedmoe/parallel.hpp>
 #include <fusedmoe/problems.hpp>
 
+#include "checkpoint/access.hpp"
 #include "config/validate.hpp"
 #include "parallel/agreement.hpp"
 #include "parallel/eplb.hpp"
@@ -25,32 +28,31 @@ constexpr int64_t kWholeBytes = 16 << 10;  // a tensor up to this size counts wi
 constexpr int64_t kSamples = 5, kSampleBytes = 512;
 constexpr int64_t kMostTensors = 8192;
 
-uint64_t SampleOf(const TensorView& view, uint64_t seed) {
-  const int64_t bytes = view.empty() ? 0 : view.total_bytes();
-  if (bytes <= kWholeBytes) {
-    return Digest(view.data(), bytes, seed);
-  }
-  for (int64_t sample = 0; sample < kSamples; ++sample) {
-    seed = Digest(view.data() + (bytes - kSampleBytes) * sample / (kSamples - 1), kSampleBytes, seed);
+// Only what is sampled is read: a layer has many gigabytes, and every rank does this. What cannot be read is
+// left to the load, which says why.
+uint64_t SampleOf(const checkpoint::TensorStore& store, const TensorInfo& tensor, uint64_t seed) {
+  const bool whole = tensor.bytes <= kWholeBytes;
+  const int64_t samples = whole ? 1 : kSamples, size = whole ? tensor.bytes : kSampleBytes;
+  for (int64_t sample = 0; sample < samples; ++sample) {
+    const int64_t offset = whole ? 0 : (tensor.bytes - size) * sample / (samples - 1);
+    if (const auto bytes = store.LoadBytes(tensor.name, offset, size); bytes.ok()) {
+      seed = Digest(bytes->data, bytes->size, seed);
+    }
   }
   return seed;
 }
 
 uint64_t FingerprintOfLayer(const Checkpoint& checkpoint, int64_t layer, uint64_t seed) {
-  const std::string mark = fmt::format(".{}.", layer);
-  std::vector<const TensorInfo*> tensors;
-  for (const TensorInfo& tensor : checkpoint.tensors()) {
-    if (tensor.name.find(mark) != std::string::npos && tensor.problem.empty()) {
-      tensors.push_back(&tensor);
-    }
+  const auto context = checkpoint::Access::Context(checkpoint, layer);
+  if (!context.ok()) {
+    return seed;
   }
-  const auto count = static_cast<int64_t>(tensors.size());
+  const checkpoint::TensorStore& store = *(*context)->store;
+  const std::span<const std::string_view> names = store.Below((*context)->spec.names.prefix);
+  const auto count = static_cast<int64_t>(names.size());
   const int64_t taken = std::min(count, kMostTensors);
   for (int64_t index = 0; index < taken; ++index) {
-    const TensorInfo& tensor = *tensors[static_cast<size_t>(index * count / taken)];
-    if (const Result<Tensor> data = checkpoint.Load(tensor.name); data.ok()) {
-      seed = SampleOf(data->view(), seed);
-    }
+    seed = SampleOf(store, *store.Find(names[static_cast<size_t>(index * count / taken)]), seed);
   }
   return seed;
 }

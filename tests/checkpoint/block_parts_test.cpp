@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <utility>
 
 #include "checkpoint/files/tensor_store.hpp"
 #include "checkpoint/raw_gguf.hpp"
@@ -65,6 +66,22 @@ TEST_P(BlocksReadOnce, HoldTheScalesOfTheCodesUntilTheyAreAskedFor) {
   ExpectSame(store->Load(kScales, &beside), store->Load(kScales));
   ExpectSame(store->Load(kCodes, &beside), store->Load(kCodes));
   EXPECT_TRUE(beside.parts.empty());
+}
+
+TEST_P(BlocksReadOnce, HaveBytesThatCanBeReadAlone) {
+  for (const char* name : {kCodes, kScales}) {
+    const auto whole = store->Load(name);
+    ASSERT_TRUE(whole.ok()) << whole.status().ToString();
+    const int64_t bytes = whole->view().total_bytes();
+    const std::pair<int64_t, int64_t> parts[] = {{0, bytes}, {0, 1}, {5, 70}, {bytes - 3, 3}, {bytes, 0}};
+    for (const auto& [offset, count] : parts) {
+      const auto read = store->LoadBytes(name, offset, count);
+      ASSERT_TRUE(read.ok()) << read.status().ToString();
+      ASSERT_EQ(read->size, count);
+      EXPECT_EQ(std::memcmp(read->data, whole->view().data() + offset, static_cast<size_t>(count)), 0);
+    }
+    EXPECT_EQ(store->LoadBytes(name, bytes - 3, 4).status().code(), StatusCode::kBadInput);
+  }
 }
 
 TEST_P(BlocksReadOnce, AreThoseOfTheItemsAndRowsThatWereRead) {

@@ -81,6 +81,7 @@ TEST(FourBit, Matrices_AreListedAndReadAsWhatTheyDecodeTo) {
       EXPECT_FALSE(info.name.starts_with(std::string(kUp) + ".")) << info.name;
       if (info.name == kUp) {
         EXPECT_EQ(info.shape, (Shape{kIntermediate, kHidden}));
+        ExpectBytesAlone(*written.checkpoint, info.name);
       }
     }
     const auto expert = written.source->load(1);

@@ -258,6 +258,7 @@ TEST(Mlx, AffineMatrices_AreListedAndReadAsWhatTheyDecodeTo) {
       listed = true;
       EXPECT_EQ(info.dtype, DType::kBF16);
       EXPECT_EQ(info.shape, (Shape{kExperts, kHidden, kIntermediate}));
+      ExpectBytesAlone(*written.checkpoint, info.name);
     }
   }
   EXPECT_TRUE(listed);

@@ -6,6 +6,9 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <utility>
+
+#include "checkpoint/access.hpp"
 
 namespace fusedmoe::testing_support {
 namespace {
@@ -304,6 +307,22 @@ Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptio
     FMOE_RETURN_IF_ERROR(shared->source.load(0).status());
   }
   return Status::Ok();
+}
+
+void ExpectBytesAlone(const Checkpoint& checkpoint, const std::string& name) {
+  const checkpoint::TensorStore& store = checkpoint::Access::Store(checkpoint);
+  const auto whole = store.Load(name);
+  ASSERT_TRUE(whole.ok()) << whole.status().ToString();
+  const int64_t bytes = whole->view().total_bytes();
+  const std::pair<int64_t, int64_t> parts[] = {{0, bytes}, {0, 1}, {5, 70}, {bytes - 3, 3}, {bytes, 0}};
+  for (const auto& [offset, count] : parts) {
+    const auto read = store.LoadBytes(name, offset, count);
+    ASSERT_TRUE(read.ok()) << read.status().ToString();
+    ASSERT_EQ(read->size, count);
+    EXPECT_EQ(std::memcmp(read->data, whole->view().data() + offset, static_cast<size_t>(count)), 0)
+        << offset << " " << count;
+  }
+  EXPECT_EQ(store.LoadBytes(name, bytes - 3, 4).status().code(), StatusCode::kBadInput);
 }
 
 Status LoadEverything(const TinyModel& model) {

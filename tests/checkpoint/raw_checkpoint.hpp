@@ -77,6 +77,9 @@ Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptio
 /// The same of a model that is written for it.
 Status LoadEverything(const TinyModel& model);
 
+/// Expects of parts of a tensor that they can be read alone.
+void ExpectBytesAlone(const Checkpoint& checkpoint, const std::string& name);
+
 /// How a malformed model must be refused.
 struct Expected {
   StatusCode code = StatusCode::kBadInput;

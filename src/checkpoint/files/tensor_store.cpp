@@ -8,6 +8,7 @@
 
 #include "checkpoint/files/safetensors_header.hpp"
 #include "checkpoint/files/tensor_index.hpp"
+#include "core/checked_math.hpp"
 
 namespace fusedmoe::checkpoint {
 
@@ -295,6 +296,27 @@ Result<Tensor> TensorStore::LoadItem(std::string_view name, int64_t index, Block
   FMOE_ASSIGN_OR_RETURN(Tensor rows, LoadRows(name, index, 1, beside));
   const Shape shape(rows.shape().dims().subspan(1));
   return Tensor::Borrow(TensorView(rows.view().data(), rows.dtype(), shape), rows.owner());
+}
+
+Result<platform::FileBytes> TensorStore::LoadBytes(std::string_view name, int64_t offset,
+                                                   int64_t count) const {
+  FMOE_ASSIGN_OR_RETURN(const size_t index, Require(name));
+  const TensorInfo& info = tensors_[index];
+  const Place& place = places_[index];
+  if (offset < 0 || count < 0 || count > info.bytes - offset) {
+    return Blame(
+        Status::BadInput(fmt::format("bytes [{}, {}) are needed of {}", offset, offset + count, info.bytes)),
+        name);
+  }
+  const int64_t unit = place.part != nullptr ? place.part->bytes
+                       : place.affine >= 0   ? affine_[static_cast<size_t>(place.affine)].matrix.row_bytes()
+                       : place.four_bit >= 0 ? DTypeBits(info.dtype) / 8
+                                             : 1;
+  const int64_t first = offset / unit * unit, bytes = RoundUp(offset + count, unit) - first;
+  const int64_t elements =
+      place.part != nullptr ? bytes / unit * place.part->elements : bytes * 8 / DTypeBits(info.dtype);
+  FMOE_ASSIGN_OR_RETURN(const Tensor whole, ReadAt(index, first, bytes, Shape{elements}, nullptr));
+  return platform::FileBytes{whole.view().data() + (offset - first), count, whole.owner()};
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -76,6 +76,9 @@ class TensorStore {
                           BlockParts* beside = nullptr) const;
   /// The sub-tensor at `index` of the first axis, one dimension less.
   Result<Tensor> LoadItem(std::string_view name, int64_t index, BlockParts* beside = nullptr) const;
+  /// Bytes [offset, offset + count) of what Load gives; of the file no more than the blocks, or the row of an
+  /// affine matrix, that they are in.
+  Result<platform::FileBytes> LoadBytes(std::string_view name, int64_t offset, int64_t count) const;
 
   /// All that the data of tensors whose names begin with `prefix` depends on, without reading it: files with
   /// sizes and times, tensors with types and places.
