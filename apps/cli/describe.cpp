@@ -19,6 +19,7 @@ std::vector<std::string> IsaNames(const Machine& machine) {
 
 Json ToJson(const Machine& machine) {
   Json json = {{"cpu", machine.cpu_name},
+               {"cpu_vendor", machine.cpu_vendor},
                {"isa", IsaNames(machine)},
                {"cores", machine.num_cores},
                {"numa_nodes", std::max<size_t>(machine.memory_nodes.size(), 1)},

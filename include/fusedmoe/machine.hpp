@@ -48,6 +48,9 @@ struct CudaDevice {
 /// What verdicts need to know of the machine at hand. Plain data: tests make their own.
 struct Machine {
   std::string cpu_name;
+  /// Who made the CPU, as CPUID says it, whatever a guest calls itself: "GenuineIntel", "AuthenticAMD",
+  /// "HygonGenuine"; empty: no x86, or described by its name alone.
+  std::string cpu_vendor;
   /// Bit static_cast<int>(Isa) where its instructions exist and the system saves their state.
   uint32_t isa_mask = 0;
   int num_cores = 1;  ///< usable by this process

@@ -15,6 +15,9 @@ Machine MachineOf(PlatformId id, std::string_view model, int64_t memory_bytes) {
   constexpr int kServerCores = 64;
   Machine machine;
   machine.cpu_name = model;
+  machine.cpu_vendor = id == PlatformId::kCpuNeon  ? ""
+                       : model.starts_with("EPYC") ? "AuthenticAMD"
+                                                   : "GenuineIntel";
   machine.num_cores = kServerCores;
   machine.memory_bytes = memory_bytes;
   const uint32_t avx2 = bit(Isa::kAvx2);

@@ -184,6 +184,23 @@ std::string CpuName() {
                                     : name.substr(first, name.find_last_not_of(' ') - first + 1);
 }
 
+std::string CpuVendorOf(uint32_t ebx, uint32_t ecx, uint32_t edx) {
+  const std::array<uint32_t, 3> words = {ebx, edx, ecx};
+  std::array<char, sizeof(words) + 1> text = {};
+  std::memcpy(text.data(), words.data(), sizeof(words));
+  return text.data();
+}
+
+std::string CpuVendor() {
+#if defined(__x86_64__)
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+  __get_cpuid(0, &eax, &ebx, &ecx, &edx);
+  return CpuVendorOf(ebx, ecx, edx);
+#else
+  return {};
+#endif
+}
+
 Status RequestAmxPermission() {
 #if defined(__linux__) && defined(__x86_64__)
   static const bool granted =

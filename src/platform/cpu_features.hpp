@@ -21,6 +21,9 @@ struct X86Features {
   bool amx_offered = false;  ///< the system hands out the tile state on request
 };
 
+/// The twelve characters of CPUID leaf 0, in which EDX stands before ECX.
+std::string CpuVendorOf(uint32_t ebx, uint32_t ecx, uint32_t edx);
+
 /// Reads them from the processor; all zero where it is no x86.
 X86Features ReadX86Features();
 
@@ -40,6 +43,9 @@ std::string CpuNameIn(std::istream& cpuinfo);
 
 /// The name the processor gives itself; empty where it has none.
 std::string CpuName();
+
+/// Machine::cpu_vendor of the processor.
+std::string CpuVendor();
 
 /// Asks the system for the AMX tile registers, once for the process (all its threads have them afterwards). A
 /// kernel must have an ok from here before its first tile instruction. Thread-safe. Errors: kUnsupported.

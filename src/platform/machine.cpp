@@ -14,6 +14,7 @@ Machine Detect() {
   const Topology& topology = HostTopology();
   Machine machine;
   machine.cpu_name = CpuName();
+  machine.cpu_vendor = CpuVendor();
   machine.isa_mask = HostIsaMask();
   machine.num_cores = topology.num_cores;
   machine.memory_nodes = topology.memory_nodes;

@@ -46,14 +46,14 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
     layer.problem.isa = "avx512_vnni";
   }
   machine.memory_nodes = {2};
-  machine.cpu_name = "AMD EPYC 9755";
+  machine.cpu_vendor = "AuthenticAMD";
   const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_TRUE(amd.weight_nodes.empty());
   EXPECT_FALSE(amd.next_into_l2);
   EXPECT_GT(amd.gate_up.prefetch[0], 0);
   EXPECT_GT(amd.gate_up.prefetch[1], amd.gate_up.prefetch[0]);  // two tokens compute longer on 4-bit codes
   machine.memory_nodes = {0, 2, 70};
-  machine.cpu_name = "INTEL(R) XEON(R)";
+  machine.cpu_vendor = "GenuineIntel";
   const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(intel.weight_nodes, machine.memory_nodes);
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, machine).weight_nodes, machine.memory_nodes);
@@ -76,6 +76,25 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
       cpu::MakeCpuPlan(layer.problem, machine).gate_up.wide_slabs);  // scales take the ports that multiply
 }
 
+/// A guest may be called anything, and cores of Hygon are Zen's. What is described by name alone has no
+/// vendor.
+TEST(Plan_OfADescribedMachine, KnowsWhoseCoresTheseAre) {
+  const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
+  const auto amd = [&](const char* vendor, const char* name) {
+    Machine machine = HostMachine();
+    machine.cpu_vendor = vendor;
+    machine.cpu_name = name;
+    return !cpu::MakeCpuPlan(layer.problem, machine).next_into_l2;
+  };
+  EXPECT_TRUE(amd("AuthenticAMD", "QEMU Virtual CPU version 2.5+"));
+  EXPECT_TRUE(amd("HygonGenuine", "Hygon C86 7285 32-core Processor"));
+  EXPECT_FALSE(amd("GenuineIntel", "QEMU Virtual CPU version 2.5+"));
+  EXPECT_FALSE(amd("GenuineIntel", "faster than AMD"));
+  EXPECT_TRUE(amd("", "AMD EPYC 9755"));
+  EXPECT_TRUE(amd("", "Hygon C86 7285 32-core Processor"));
+  EXPECT_FALSE(amd("", "INTEL(R) XEON(R)"));
+}
+
 /// Levels of AVX-512 do, whether they multiply in fp32 or in f16.
 TEST(Plan_OfADescribedMachine, AsksTwiceForFloatsOfEightBitsOnIntel) {
   if (!cpu_test::IsBuilt(Isa::kAvx512Fp16)) {
@@ -85,10 +104,10 @@ TEST(Plan_OfADescribedMachine, AsksTwiceForFloatsOfEightBitsOnIntel) {
   layer.problem.isa = "avx512_vnni";
   Machine machine = HostMachine();
   for (const bool amd : {false, true}) {
-    machine.cpu_name = amd ? "AMD EPYC 9755" : "INTEL(R) XEON(R)";
+    machine.cpu_vendor = amd ? "AuthenticAMD" : "GenuineIntel";
     EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).gate_up.prefetch_far > 0, !amd);
   }
-  machine.cpu_name = "INTEL(R) XEON(R)";
+  machine.cpu_vendor = "GenuineIntel";
   layer.problem.isa = "avx512_fp16";
   layer.problem.activation = ActivationMode::kA8;
   EXPECT_GT(cpu::MakeCpuPlan(layer.problem, machine).gate_up.prefetch_far, 0);  // tiles in f16 too

@@ -144,6 +144,7 @@ TEST(CpuChoice, RaisedTiles_AreForCoresOfAmdAtLevelsOf256Bits) {
   const cpu_test::Layer layer = cpu_test::MakeLayer({.scheme = "fp8_w8a16:channel"});
   const auto tile = [&](const char* cpu, const char* isa) {
     Machine machine = HostMachine();
+    machine.cpu_vendor = "";
     machine.cpu_name = cpu;
     return ChooseTile(layer.problem, machine, kWeightE4m3, *ParseIsa(isa)).gate_up;
   };

@@ -65,6 +65,18 @@ TEST(IsaNames, RoundTripAndUnknownIsNothing) {
   EXPECT_FALSE(ParseIsa("AVX2"));
 }
 
+TEST(CpuVendor, StandsInEbxEdxEcx) {
+  EXPECT_EQ(CpuVendorOf(0x756e6547U, 0x6c65746eU, 0x49656e69U), "GenuineIntel");
+  EXPECT_EQ(CpuVendorOf(0x68747541U, 0x444d4163U, 0x69746e65U), "AuthenticAMD");
+  EXPECT_EQ(CpuVendorOf(0x6f677948U, 0x656e6975U, 0x6e65476eU), "HygonGenuine");
+  EXPECT_EQ(CpuVendorOf(0, 0, 0), "");
+#if defined(__x86_64__)
+  EXPECT_EQ(HostMachine().cpu_vendor.size(), 12U);
+#else
+  EXPECT_EQ(HostMachine().cpu_vendor, "");
+#endif
+}
+
 TEST(IsaMaskOf, DescribedProcessorsHaveTheirLevels) {
   EXPECT_EQ(IsaMask({}), 0U);
   EXPECT_EQ(IsaMask(Haswell()), Mask({Isa::kAvx2}));

@@ -46,8 +46,14 @@ int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile)
   return index;
 }
 
+/// Cores of AMD, Hygon's among them. The name of a guest says nothing ("QEMU Virtual CPU"); machines that are
+/// described by a name alone have no vendor.
 bool IsAmd(const Machine& machine) {
-  return machine.cpu_name.find("AMD") != std::string::npos;
+  if (!machine.cpu_vendor.empty()) {
+    return machine.cpu_vendor == "AuthenticAMD" || machine.cpu_vendor == "HygonGenuine";
+  }
+  return machine.cpu_name.find("AMD") != std::string::npos ||
+         machine.cpu_name.find("Hygon") != std::string::npos;
 }
 
 /// Figures with weights from memory, percentages of a plain read (docs/kernels_reading.md). AMD: the longer a
