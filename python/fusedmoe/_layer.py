@@ -127,10 +127,14 @@ class Checkpoint(Handle):
 
     def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
         """A Layer. Options (docs/python.md has the table): device ("cpu", "cuda"), backend, isa, mode, determinism,
-        activation ("a8"), activation_rule ("vllm_nvfp4"), activation_format ("batched"), pack_cache, shared_experts (True),
-        latent_projections (True), max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on
+        activation_mode ("a8"; also as `activation`), activation_rule ("vllm_nvfp4"), activation_format ("batched"),
+        pack_cache, shared_experts (True), latent_projections (True), max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on
         several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
         eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
+        if "activation" in options:  # as the command and C call it
+            if options.get("activation_mode") is not None:
+                raise TypeError("activation and activation_mode are the same option of load_layer: give one")
+            options["activation_mode"] = options.pop("activation")
         c_options, alive = _options(options)
         loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, _c.integer(layer, "layer"),
                                ctypes.byref(c_options)), routing)
@@ -140,10 +144,11 @@ class Checkpoint(Handle):
 
 
 # Options as Python has them, and as the header calls them.
-_OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determinism", "activation", "activation_rule",
+_OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determinism", "activation_rule",
                                     "activation_format", "pack_cache", "shared_experts", "latent_projections",
                                     "max_tokens", "plan_tokens", "all2all", "redundant_experts")}
-_OPTIONS |= {"tp": "tensor_parallel", "pcp": "prefill_context_parallel", "dp": "data_parallel", "sp": "sequence_parallel",
+_OPTIONS |= {"activation_mode": "activation", "tp": "tensor_parallel", "pcp": "prefill_context_parallel", "dp": "data_parallel",
+             "sp": "sequence_parallel",
              "ep": "expert_parallel", "eplb": "load_balancing", "eplb_window": "eplb_window_steps",
              "eplb_interval": "eplb_interval_steps"}
 _FLAGS = ("shared_experts", "latent_projections", "ep", "eplb")
@@ -229,7 +234,7 @@ class Layer(Handle):
         gate, "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu_no_mul", "relu2_no_mul". `alpha` (slope of the
         sigmoid of swigluoai, bound of the gate of situ), `beta` (added to the up projection of swigluoai) and `limit`
         (the clamp of silu, swigluoai, swiglustep and situ; 0: none) are the activation's own unless they are given:
-        1.702, 1, 7 of swigluoai, limit 7 of swiglustep, else 1, 0, 0.
+        1.702, 1, 7 of swigluoai, limit 7 of swiglustep, else 1, 0, 0. `activation_mode="a8"` is the option of load_layer.
 
         `routing`, for forwards without ids: the name of a method (docs/routing.md; "Renormalize" by default), which the
         arguments behind it describe and the tensors (in host memory) serve, or a function of the caller's that chooses.

@@ -274,6 +274,18 @@ class Package(unittest.TestCase):
             with self.assertRaisesRegex(kind, says):
                 fusedmoe.Layer.create(fusedmoe.Stacked(*arguments), **options, **more)
 
+    def test_mode_of_activations(self):
+        part = {"codes": matrix(bytes(64 * 64), [64, 64], "B"), "block_scale": matrix(struct.pack("<64f", *([1.0] * 64)), [64, 1])}
+        made = fusedmoe.Layer.create([{"up": part, "down": part}], top_k=1, scheme="int8_w8a16", activation="relu2_no_mul",
+                                     activation_mode="a8", max_tokens=4)
+        self.assertEqual(made.plan_json()["activation"], "a8")
+        checkpoint = fusedmoe.Checkpoint(CHECKPOINT.parent / "qwen3_moe-modelopt-w4a16_nvfp4")
+        for name in ("activation", "activation_mode"):
+            layer = checkpoint.load_layer(checkpoint.moe_layers[0], max_tokens=4, **{name: "a8"})
+            self.assertEqual(layer.plan_json()["activation"], "a8")
+        with self.assertRaisesRegex(TypeError, "the same option"):
+            checkpoint.load_layer(checkpoint.moe_layers[0], activation="a8", activation_mode="a8")
+
     def test_arguments_of_the_wrong_kind_never_reach_the_library(self):
         # ctypes cuts integers to the width of the argument, takes an int as the address of a text, and ends a text at
         # its first null: 2**70 was layer 0, mode=3 a crash, and "a\0b" the checkpoint "a".
