@@ -128,9 +128,9 @@ class Checkpoint(Handle):
     def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
         """A Layer. Options (docs/python.md has the table): device ("cpu", "cuda"), backend, isa, mode, determinism,
         activation_mode ("a8"; also as `activation`), activation_rule ("vllm_nvfp4"), activation_format ("batched"),
-        pack_cache, shared_experts (True), latent_projections (True), max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on
-        several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
-        eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
+        pack_cache, shared_experts (True), latent_projections (True), max_tokens (8192: of one call; memory of calls grows
+        with it), plan_tokens (1); on several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb,
+        redundant_experts, eplb_window, eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
         if "activation" in options:  # as the command and C call it
             if options.get("activation_mode") is not None:
                 raise TypeError("activation and activation_mode are the same option of load_layer: give one")
@@ -147,10 +147,9 @@ class Checkpoint(Handle):
 _OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determinism", "activation_rule",
                                     "activation_format", "pack_cache", "shared_experts", "latent_projections",
                                     "max_tokens", "plan_tokens", "all2all", "redundant_experts")}
-_OPTIONS |= {"activation_mode": "activation", "tp": "tensor_parallel", "pcp": "prefill_context_parallel", "dp": "data_parallel",
-             "sp": "sequence_parallel",
-             "ep": "expert_parallel", "eplb": "load_balancing", "eplb_window": "eplb_window_steps",
-             "eplb_interval": "eplb_interval_steps"}
+_OPTIONS |= {"activation_mode": "activation", "tp": "tensor_parallel", "pcp": "prefill_context_parallel",
+             "dp": "data_parallel", "sp": "sequence_parallel", "ep": "expert_parallel",
+             "eplb": "load_balancing", "eplb_window": "eplb_window_steps", "eplb_interval": "eplb_interval_steps"}
 _FLAGS = ("shared_experts", "latent_projections", "ep", "eplb")
 _WORDS = frozenset(field[0] for field in _c.LayerOptions._fields_ if field[1] is ctypes.c_char_p)
 
