@@ -465,7 +465,12 @@ class Python(Case):
         checkpoint = fusedmoe.Checkpoint(ROOT / "tests/golden/checkpoints/qwen3_moe-modelopt-w4a16_nvfp4")
         number = checkpoint.moe_layers[0]
         on_cpu = checkpoint.load_layer(number, max_tokens=32)
-        on_card = checkpoint.load_layer(number, max_tokens=32, device="cuda")
+        try:
+            on_card = checkpoint.load_layer(number, max_tokens=32, device="cuda")
+        except fusedmoe.Error as error:
+            if "were left out of this build" not in error.message:
+                raise
+            self.skipTest("the kernels for nvfp4 were left out of this build (FMOE_CUDA_FORMATS)")
         hidden = torch.randn(9, on_cpu.info.hidden).bfloat16()
         expected, ids, weights = on_cpu(hidden, return_routing=True)
         card_hidden = hidden.cuda()
