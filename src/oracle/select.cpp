@@ -88,7 +88,12 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
   FMOE_ASSIGN_OR_RETURN(Choice choice, Choose(asked, request.backend, problem.config.activation_format,
                                               HostOverrides(table, family, switches)));
   if (choice.index >= 0) {
-    choice.selection.chosen = PlanFor(*table[static_cast<size_t>(choice.index)].backend, problem, machine);
+    const HostBackend& row = table[static_cast<size_t>(choice.index)];
+    choice.selection.chosen = PlanFor(*row.backend, problem, machine);
+    if (row.backend == &kReferenceBackend && request.backend.empty()) {
+      choice.selection.notes.push_back(
+          fmt::format("{} is chosen since no fast backend can run this layer: it is right, and slow", row.name));
+    }
   }
   return std::move(choice.selection);
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -122,6 +123,29 @@ TEST(HostSelection, ContractNames_AreAllListed) {
     ASSERT_NE(found, selection->candidates.end()) << name;
     EXPECT_FALSE(found->verdicts.empty()) << name;
   }
+}
+
+TEST(HostSelection, ReferenceThatNobodyNamed_IsNoted) {
+  MoeProblem problem;
+  problem.scheme = *ParseScheme("nvfp4_w4a16");
+  problem.config.num_experts = problem.config.num_local_experts = 8;
+  problem.config.routing.top_k = 2;
+  problem.config.hidden = problem.config.intermediate = 256;
+  problem.config.routing.method = RoutingMethod::kRenormalize;
+  const auto notes_of = [&problem](uint32_t isa_mask, const char* backend) {
+    Machine machine;
+    machine.isa_mask = isa_mask;
+    SelectionRequest request;
+    request.backend = backend;
+    const Result<Selection> selection = SelectBackend(problem, machine, request);
+    EXPECT_TRUE(selection.ok() && selection->chosen) << selection.status().ToString();
+    return selection.ok() ? selection->notes : std::vector<std::string>();
+  };
+  const std::vector<std::string> notes = notes_of(0, "");
+  ASSERT_EQ(notes.size(), 1U);
+  EXPECT_NE(notes[0].find("REFERENCE is chosen since no fast backend can run this layer"), std::string::npos);
+  EXPECT_TRUE(notes_of(0, "REFERENCE").empty()) << "asked for by name";
+  EXPECT_TRUE(notes_of(1U << static_cast<int>(Isa::kAvx2), "").empty());
 }
 
 // Scales that differ from column to column of a matrix fit no kernel's groups; a backend that accepts them
