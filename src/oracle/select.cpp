@@ -91,8 +91,8 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
     const HostBackend& row = table[static_cast<size_t>(choice.index)];
     choice.selection.chosen = PlanFor(*row.backend, problem, machine);
     if (row.backend == &kReferenceBackend && request.backend.empty()) {
-      choice.selection.notes.push_back(
-          fmt::format("{} is chosen since no fast backend can run this layer: it is right, and slow", row.name));
+      choice.selection.notes.push_back(fmt::format(
+          "{} is chosen since no fast backend can run this layer: it is right, and slow", row.name));
     }
   }
   return std::move(choice.selection);
